@@ -1,0 +1,73 @@
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <unordered_set>
+#include <vector>
+
+#include "base/ids.h"
+#include "base/rng.h"
+#include "base/units.h"
+#include "base/workers.h"
+
+namespace needle {
+namespace {
+
+TEST(Ids, are_distinct_types_without_conversion) {
+  static_assert(!std::is_convertible_v<PageIndex, uint32_t>);
+  static_assert(!std::is_convertible_v<uint32_t, PageIndex>);
+  static_assert(!std::is_convertible_v<PageIndex, ChunkIndex>);
+  EXPECT_TRUE(PageIndex().is_none());
+  EXPECT_FALSE(PageIndex(0).is_none());
+  EXPECT_TRUE(TicketId(0).is_none());
+  EXPECT_LT(PageIndex(3), PageIndex(4));
+}
+
+TEST(Rng, gives_the_published_splitmix64_numbers) {
+  // The first outputs for seed 1234567, as in the public test vectors of SplitMix64.
+  Rng rng(1234567);
+  EXPECT_EQ(rng.next(), 6457827717110365317ull);
+  EXPECT_EQ(rng.next(), 3203168211198807973ull);
+  EXPECT_EQ(rng.next(), 9817491932198370423ull);
+}
+
+TEST(Rng, stays_inside_its_bounds) {
+  Rng rng(1);
+  std::unordered_set<uint64_t> seen;
+  for (int i = 0; i < 1000; ++i) seen.insert(rng.below(7));
+  EXPECT_EQ(seen.size(), 7u);
+  for (int i = 0; i < 1000; ++i) {
+    const int64_t draw = rng.between(-3, 3);
+    EXPECT_GE(draw, -3);
+    EXPECT_LE(draw, 3);
+  }
+}
+
+TEST(Units, entries_are_visible_to_the_token_that_completes_them) {
+  EXPECT_EQ(entries_complete(3, 4), 0);
+  EXPECT_EQ(entries_complete(4, 4), 1);
+  EXPECT_EQ(entries_complete(2051, 4), 512);  // selection is total up to here for k = 512
+  EXPECT_EQ(entries_complete(2052, 4), 513);
+  EXPECT_EQ(first_token_of_entry(5, 4), 20);
+  EXPECT_EQ(round_up(1'164'864, 2304), 1'165'824);
+}
+
+TEST(Workers, call_every_index_once_and_never_overlap_a_worker) {
+  for (int width : {1, 2, 5}) {
+    WorkerThreads workers(width);
+    for (int64_t count : {int64_t{0}, int64_t{1}, int64_t{1000}}) {
+      std::vector<std::atomic<int>> calls(static_cast<size_t>(count));
+      std::vector<std::atomic<int>> inside(static_cast<size_t>(width));
+      std::atomic<bool> overlapped{false};
+      workers.run(count, [&](int64_t index, int worker) {
+        if (inside[static_cast<size_t>(worker)].fetch_add(1) != 0) overlapped = true;
+        calls[static_cast<size_t>(index)].fetch_add(1);
+        inside[static_cast<size_t>(worker)].fetch_sub(1);
+      });
+      for (auto& c : calls) EXPECT_EQ(c.load(), 1);
+      EXPECT_FALSE(overlapped.load());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace needle
