@@ -1,0 +1,126 @@
+// select_topk, merge_topk, list_slots: which entries the model reads.
+//
+// The order (one total order, everywhere): higher score first, then lower position. -0 equals +0. NaN (any pattern but
+// kAbsentScoreBits) ranks below -inf, still before nothing at all, and is counted. Absent entries and positions past the length never
+// enter. Denormal scores are ordered exactly, on every twin.
+//
+// What must stay true:
+//  1. Exact and reproducible: given the same scores, the same answer bit for bit on any twin, device, grid, split or
+//     merge of shards. A full candidate buffer never drops an entry: it re-scans, and counts it in report->fallbacks.
+//  2. count = min(k, entries that are not absent). Valid members come first (ascending by position, or in the total
+//     order on request), then -1 up to out_stride.
+//  3. length <= k: every entry that is not absent is taken; scores are still read, to skip absent ones and count NaN.
+//  4. Positions given out are global: entry_base of the row + local entry.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "base/workers.h"
+#include "kernels/cpu_isa.h"
+#include "kernels/pool_view.h"
+
+namespace needle {
+
+inline constexpr int kTopkMax = 8192;
+
+enum class TopkOrder : uint8_t { kByPosition = 0, kByRank = 1 };
+
+struct SelectTopkArgs {
+  const float* scores = nullptr;     // [rows, score_stride]
+  int64_t score_stride = 0;          // floats
+  const int32_t* lengths = nullptr;  // [rows] valid local entries, 0..score_stride; negative counts as 0
+  int32_t rows = 0;
+  int32_t length_max = 0;            // host-known bound on lengths (capacity); sizes scratch and grids
+  int32_t k = 0;                     // 1..8192
+  TopkOrder order = TopkOrder::kByPosition;
+
+  // For global positions and physical slots. pages.pages may be null when slots is null; entry_base null means 0.
+  PageTableView pages;
+  const int32_t* row_of = nullptr;   // [rows] page-table row of each score row; null: row r / rows_per_table_row
+  int32_t rows_per_table_row = 1;
+  int32_t slots_per_page = 0;        // needed for slots only
+  int64_t page_count = 0;            // needed for slots only; page_count x slots_per_page <= 2^31 - 1
+
+  int32_t* positions = nullptr;  // [rows, out_stride] global entry positions, -1 padded
+  int32_t* slots = nullptr;      // [rows, out_stride] page x slots_per_page + offset, -1 padded; may be null
+  float* out_scores = nullptr;   // [rows, out_stride] of the members, NaN canonical, padded with -inf; may be null
+  int32_t* counts = nullptr;     // [rows] valid members
+  int64_t out_stride = 0;        // >= k; engines want a multiple of 64
+  OpReport* report = nullptr;    // may be null
+};
+
+absl::Status check_select_topk(const SelectTopkArgs& args);
+absl::Status select_topk_ref(const SelectTopkArgs& args);
+// Scratch for the CPU twin: select_topk_cpu_scratch(args, width) bytes, 64-byte aligned.
+int64_t select_topk_cpu_scratch(const SelectTopkArgs& args, int width);
+absl::Status select_topk_cpu(const SelectTopkArgs& args, CpuIsa isa, Workers& workers, void* scratch,
+                             int64_t scratch_bytes);
+int64_t select_topk_cuda_scratch(const SelectTopkArgs& args);
+absl::Status select_topk_cuda(const SelectTopkArgs& args, void* scratch, int64_t scratch_bytes, void* stream);
+
+// merge_topk: the k best of several shards' lists by the same order. Associative and commutative; lists may be in
+// either order. A shard's members beyond its count are ignored; members with position -1 are skipped.
+struct MergeTopkArgs {
+  const int32_t* positions = nullptr;  // [shards, rows, in_stride] global positions; no position twice in a row
+  const float* scores = nullptr;       // [shards, rows, in_stride]
+  const int32_t* counts = nullptr;     // [shards, rows]
+  const int32_t* slots = nullptr;      // [shards, rows, in_stride]; may be null
+  const uint32_t* variants = nullptr;  // [shards] ScoreVariant of each shard, host memory; null: not checked
+  int32_t shards = 0;                  // 1..1024
+  int32_t rows = 0;
+  int64_t in_stride = 0;
+  int32_t k = 0;  // 1..8192
+  TopkOrder order = TopkOrder::kByPosition;
+  int32_t* out_positions = nullptr;  // [rows, out_stride]
+  float* out_scores = nullptr;       // [rows, out_stride]; may be null
+  int32_t* out_slots = nullptr;      // [rows, out_stride]; may be null, needs slots
+  int32_t* out_counts = nullptr;     // [rows]
+  int64_t out_stride = 0;
+  OpReport* report = nullptr;
+};
+
+absl::Status check_merge_topk(const MergeTopkArgs& args);
+absl::Status merge_topk_ref(const MergeTopkArgs& args);
+int64_t merge_topk_cpu_scratch(const MergeTopkArgs& args, int width);
+absl::Status merge_topk_cpu(const MergeTopkArgs& args, Workers& workers, void* scratch, int64_t scratch_bytes);
+int64_t merge_topk_cuda_scratch(const MergeTopkArgs& args);
+absl::Status merge_topk_cuda(const MergeTopkArgs& args, void* scratch, int64_t scratch_bytes, void* stream);
+
+// list_slots: for layers that read every entry (ratio 128, or length <= k): the first `length` entries' positions and
+// slots in order, -1 padded. Absent pages are skipped and counted, as in selection.
+struct ListSlotsArgs {
+  PageTableView pages;
+  const int32_t* lengths = nullptr;  // [rows] entries to list; rows = pages.rows x rows_per_table_row
+  int32_t rows = 0;
+  int32_t rows_per_table_row = 1;
+  int32_t slots_per_page = 0;
+  int64_t page_count = 0;
+  int32_t* positions = nullptr;  // [rows, out_stride]; may be null
+  int32_t* slots = nullptr;      // [rows, out_stride]
+  int32_t* counts = nullptr;     // [rows]
+  int64_t out_stride = 0;        // lengths beyond it are cut to it and set kStatusBadPageTable
+  OpReport* report = nullptr;
+};
+
+absl::Status check_list_slots(const ListSlotsArgs& args);
+absl::Status list_slots_ref(const ListSlotsArgs& args);
+absl::Status list_slots_cpu(const ListSlotsArgs& args, Workers& workers);
+absl::Status list_slots_cuda(const ListSlotsArgs& args, void* stream);
+
+// The order as one number: a larger key ranks first. Bits of the score made monotone (NaN 0, -inf above it), then the
+// position inverted. `absent` scores must be kept out before. Unique for each position.
+NEEDLE_HD constexpr uint32_t score_order_bits(uint32_t score_bits) {
+  if ((score_bits & 0x7FFFFFFFu) > 0x7F800000u) return 0u;              // NaN, below -inf (which maps to 0x007FFFFF)
+  if ((score_bits & 0x7FFFFFFFu) == 0u) return 0x80000000u;             // both zeros
+  return (score_bits & 0x80000000u) ? ~score_bits : (score_bits | 0x80000000u);
+}
+NEEDLE_HD constexpr uint64_t rank_key(uint32_t score_bits, uint32_t position) {
+  return (static_cast<uint64_t>(score_order_bits(score_bits)) << 32) | (0xFFFFFFFFu - position);
+}
+static_assert(score_order_bits(0xFF800000u) == 0x007FFFFFu, "-inf stays above NaN");
+static_assert(score_order_bits(0x80000000u) == score_order_bits(0u), "-0 equals +0");
+static_assert(score_order_bits(0x00000001u) > score_order_bits(0u), "the smallest denormal is above zero");
+static_assert(score_order_bits(0x80000001u) < score_order_bits(0u), "and its negative below");
+
+}  // namespace needle
