@@ -28,7 +28,12 @@ class Rng {
   // Uniform in [0, bound). The bias of the multiply-shift method is below bound / 2^64.
   constexpr uint64_t below(uint64_t bound) {
     NEEDLE_CHECK(bound > 0, "a draw from an empty range");
-    return static_cast<uint64_t>((static_cast<unsigned __int128>(next()) * bound) >> 64);
+    // The upper half of a 64 x 64 bit product, from four 32-bit ones: there is no 128-bit type in the standard.
+    const uint64_t draw = next();
+    const uint64_t low = (draw & 0xFFFFFFFFu) * (bound & 0xFFFFFFFFu);
+    const uint64_t middle = (draw >> 32) * (bound & 0xFFFFFFFFu) + (low >> 32);
+    const uint64_t cross = (draw & 0xFFFFFFFFu) * (bound >> 32) + (middle & 0xFFFFFFFFu);
+    return (draw >> 32) * (bound >> 32) + (middle >> 32) + (cross >> 32);
   }
 
   // Uniform in [low, high].
