@@ -54,6 +54,15 @@ struct PageTableView {
   int32_t pages_per_row = 0;            // ids that may be read in a row, <= row_stride
 };
 
+enum class RowElement : uint8_t { kBf16 = 0, kFp32 = 1 };
+
+// Rows of numbers that an engine's own matrix products gave: row i, column c at data + (i x row_stride + c) elements.
+struct RowsView {
+  const void* data = nullptr;
+  int64_t row_stride = 0;  // elements between rows, >= columns; CUDA wants 16-byte multiples and an aligned base
+  RowElement element = RowElement::kBf16;
+};
+
 // Bits of OpReport::status. A set bit says that something was left out of the answer; the counts say how often.
 enum OpStatusBit : uint32_t {
   kStatusAbsentPage = 1u << 0,       // a page id inside the visible length named no page
@@ -63,6 +72,7 @@ enum OpStatusBit : uint32_t {
   kStatusMixedVariants = 1u << 4,    // shards of a merge were scored by different kernel variants
   kStatusStale = 1u << 5,            // the rights to these pages were revoked while the kernel ran
   kStatusBadPageTable = 1u << 6,     // a visible length past the page table's row: cut to the row
+  kStatusBadPosition = 1u << 7,      // a position outside the RoPE table or the sequence: that row was skipped
 };
 
 // What an operation had to leave out. Zeroed by the caller; kernels add atomically, so one report may serve a batch.

@@ -1,0 +1,39 @@
+#include "tests/bench/gpu_bench.h"
+
+namespace needle::bench {
+
+// Anchors: DeepGEMM, vLLM's and a public Triton kernel, SGLang, timed the same way on an H200 (docs/measured/anchors.md).
+// Floors: bytes at the 4.33 TB/s that reading scattered pages reached there.
+const std::vector<Goal>& goals() {
+  static const std::vector<Goal> table = {
+      {"logits.bf16.64x131072", "decode logits bf16, 64 x 131,072", 535, "us", Better::kLower,
+       "Triton bf16 764; floor 496"},
+      {"select.bf16.64x131072", "decode logits + exact top-512 bf16, 64 x 131,072", 545, "us", Better::kLower,
+       "Triton 764 + SGLang 29 (inexact)"},
+      {"select.bf16.16x131072", "decode logits + exact top-512 bf16, 16 x 131,072", 146, "us", Better::kLower,
+       "Triton 196 + 20; floor 124"},
+      {"select.bf16.64x16384", "decode logits + exact top-512 bf16, 64 x 16,384", 74, "us", Better::kLower,
+       "Triton 104 + 6"},
+      {"select.bf16.16x16384", "decode logits + exact top-512 bf16, 16 x 16,384 (stretch 22)", 24, "us", Better::kLower,
+       "Triton 29 + 6"},
+      {"select.bf16.1x131072", "decode logits + exact top-512 bf16, 1 x 131,072 (stretch 16)", 18, "us", Better::kLower,
+       "Triton 17 + 10"},
+      {"logits.bf16.16x131072.2q", "decode logits bf16, 16 x 131,072, 2 query tokens over this run's 1", 1.1, "x",
+       Better::kLower, "memory floor 1.0"},
+      {"logits.bf16.16x131072.4q", "decode logits bf16, 16 x 131,072, 4 query tokens", 230, "us", Better::kLower,
+       "tensor floor 174 to 201"},
+      {"logits.bf16.ragged", "decode logits bf16, 64 rows of 1K to 256K, rate over the uniform rate", 90, "%",
+       Better::kHigher, "-"},
+      {"logits.fp8.64x131072", "decode logits fp8 keys, q unquantised, 64 x 131,072", 290, "us", Better::kLower,
+       "DeepGEMM 276 with q in fp8; Triton fp8 2,520; floor 256"},
+      {"logits.fp8q.64x131072", "decode logits fp8 keys, q in fp8, 64 x 131,072", 280, "us", Better::kLower,
+       "DeepGEMM 276; floor 256"},
+      {"prefill.bf16.4096x16384", "prefill logits bf16, 4,096 x 16,384, of this run's bf16 matrix rate", 82, "%",
+       Better::kHigher, "DeepGEMM fp8 0.99 ms; cuBLAS bf16 682 to 790 TFLOP/s"},
+      {"prefill.select.bf16.4096x16384", "the same with exact top-512, 256 MiB of scratch, more time", 10, "%",
+       Better::kLower, "-"},
+  };
+  return table;
+}
+
+}  // namespace needle::bench
