@@ -10,12 +10,16 @@
 //     every query's visible length is not touched. scores[t, s] for s >= visible[t] is left as it was.
 //  2. ReLU passes NaN on. A NaN score is written as kNanScoreBits and counted; an entry whose page id is -1 or outside
 //     the pool is written as kAbsentScoreBits, counted, and sets kStatusAbsentPage. -0 may be written as either zero.
+//     A visible entry past the row's pages_per_row, or of a row that the page table lacks, names no page either: it is
+//     absent, and kStatusBadPageTable is set too, so that selection never meets a score that nobody wrote.
 //  3. A score is bitwise the same within one variant whatever the batch, page order, chunking, thread count, grid or
 //     repeat: it depends on q, weights and that key alone. `variant` names (twin, architecture) and travels with the
 //     scores; two variants agree within the tolerance, not bit for bit.
 //  4. Against float64 on the stored values: relative norm error <= 2e-6. Denormal bf16 inputs and denormal fp32 results may
 //     count as zero (flushes_denormals() says which variants do).
-//  5. Nothing is allocated. Scratch is asked for first and is the caller's.
+//  5. fp8 scales are positive and finite, and ue8m0 bytes of fp4 at most 252, as the store makes them; a key that is not
+//     so gets an unspecified score (NaN where its scale is NaN) and harms nothing else.
+//  6. Nothing is allocated. Scratch is asked for first and is the caller's.
 #pragma once
 
 #include <cstdint>
