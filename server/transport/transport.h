@@ -11,8 +11,10 @@
 //  4. Data that arrives for a (ticket, attempt, part) that is not posted is dropped and counted, never written.
 //  5. The source's processor may not take part (one-sided get): no generation is checked there. The reader asks the
 //     source to confirm its lease after the last byte, and that answer alone makes the bytes good.
+//  6. A released chunk is answered too, once nothing reads or writes it any more: a peer whose lease ran out may still
+//     be fetching from it. Its memory may be unmapped from that answer on, not from the call.
 //
-// Callers must not deregister a chunk that a posted request names (the core counts them).
+// Callers must not release a chunk that a posted request of their own names (the core counts them).
 #pragma once
 
 #include <cstdint>
@@ -76,9 +78,15 @@ struct RegisterCompletion {
   std::string descriptor;
 };
 
+struct ReleaseCompletion {
+  PoolId pool;
+  ChunkIndex chunk;
+};
+
 struct TransportEvents {
   std::vector<FetchCompletion> fetched;
   std::vector<RegisterCompletion> registered;
+  std::vector<ReleaseCompletion> released;
 };
 
 class Transport {
@@ -87,8 +95,9 @@ class Transport {
   virtual const TransportTraits& traits() const = 0;
 
   // Makes a chunk reachable by peers and usable as a destination. Answered by a RegisterCompletion; may fail (memlock,
-  // peermem, dma-buf), and then the chunk is not registered.
+  // peermem, dma-buf), and then the chunk is not registered. Asking again for a registered chunk answers again.
   virtual void register_chunk(PoolId pool, ChunkIndex chunk) = 0;
+  // Answered by a ReleaseCompletion, always; also for a chunk that is not registered. At most one call a chunk at a time.
   virtual void release_chunk(PoolId pool, ChunkIndex chunk) = 0;
 
   // The peer's chunks, from its offer; replaces what was known of those chunks.
