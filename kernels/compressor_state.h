@@ -35,6 +35,7 @@
 
 #include "absl/status/status.h"
 #include "base/workers.h"
+#include "kernels/cpu_isa.h"
 #include "kernels/page_format.h"
 #include "kernels/pool_view.h"
 #include "kernels/quantise.h"
@@ -121,7 +122,7 @@ NEEDLE_HD inline bool state_header_fits(const StateView& state, const StateHeade
 // --------------------------------------------------------------------------------------------------------- arithmetic
 
 // 2^t for t <= 0, relative error below 1e-7; 0 below 2^-126; NaN for NaN.
-NEEDLE_HD inline float fold_exp2(float t) {
+NEEDLE_HD_INLINE float fold_exp2(float t) {
   if (t < -126.0f) return 0.0f;
   const float shifted = t + 12582912.0f;  // 1.5 x 2^23: rounds t to the nearest integer n, kept in the low bits
   const float f = t - (shifted - 12582912.0f);
@@ -145,7 +146,7 @@ struct PoolPartial {
 inline constexpr float kLog2E = 1.4426950408889634f;
 
 // Adds one row. `score` has its position bias. A -inf score weighs nothing; NaN in score or kv stays NaN.
-NEEDLE_HD inline void fold_row(PoolPartial& partial, float score, float kv) {
+NEEDLE_HD_INLINE void fold_row(PoolPartial& partial, float score, float kv) {
   const float difference = score - partial.maximum;
   const float e = fold_exp2(-std::fabs(difference) * kLog2E);
   const bool raise = difference > 0.0f;
@@ -157,7 +158,7 @@ NEEDLE_HD inline void fold_row(PoolPartial& partial, float score, float kv) {
 }
 
 // Joins two partials over disjoint rows: within 1e-6 of folding the second's rows after the first's, not bit for bit.
-NEEDLE_HD inline PoolPartial merge_partials(const PoolPartial& first, const PoolPartial& second) {
+NEEDLE_HD_INLINE PoolPartial merge_partials(const PoolPartial& first, const PoolPartial& second) {
   const float difference = second.maximum - first.maximum;
   const float e = fold_exp2(-std::fabs(difference) * kLog2E);
   const bool raise = difference > 0.0f;
@@ -168,7 +169,7 @@ NEEDLE_HD inline PoolPartial merge_partials(const PoolPartial& first, const Pool
 }
 
 // The pooled channel. A +inf score has no softmax: NaN, as no rows at all.
-NEEDLE_HD inline float pooled_value(const PoolPartial& partial) {
+NEEDLE_HD_INLINE float pooled_value(const PoolPartial& partial) {
   if (!(partial.maximum < INFINITY)) return NAN;
   return partial.weighted / partial.sum;
 }
@@ -228,7 +229,8 @@ struct CommitStateArgs {
 
 absl::Status check_commit_state(const CommitStateArgs& args);
 absl::Status commit_state_ref(const CommitStateArgs& args);
-absl::Status commit_state_cpu(const CommitStateArgs& args, Workers& workers);
+// Every instruction set gives the same bits.
+absl::Status commit_state_cpu(const CommitStateArgs& args, CpuIsa isa, Workers& workers);
 absl::Status commit_state_cuda(const CommitStateArgs& args, void* stream);
 
 }  // namespace needle

@@ -18,6 +18,9 @@
 
 #include "kernels/page_format.h"
 
+// Inlined for certain: a CPU twin's function with an instruction set of its own must not call out to the baseline.
+#define NEEDLE_HD_INLINE NEEDLE_HD inline __attribute__((always_inline))
+
 namespace needle {
 
 // At which points of the chain pool -> norm -> RoPE -> rotation -> store a value is rounded.
@@ -36,7 +39,7 @@ inline constexpr uint16_t kBf16Nan = 0x7FFF;
 inline constexpr uint8_t kE4m3Nan = 0x7F;
 inline constexpr uint8_t kUe8m0Nan = 0xFF;
 
-NEEDLE_HD inline uint32_t bits_of(float value) {
+NEEDLE_HD_INLINE uint32_t bits_of(float value) {
 #ifdef __CUDA_ARCH__
   return __float_as_uint(value);
 #else
@@ -46,7 +49,7 @@ NEEDLE_HD inline uint32_t bits_of(float value) {
 #endif
 }
 
-NEEDLE_HD inline float float_of_bits(uint32_t bits) {
+NEEDLE_HD_INLINE float float_of_bits(uint32_t bits) {
 #ifdef __CUDA_ARCH__
   return __uint_as_float(bits);
 #else
@@ -56,22 +59,22 @@ NEEDLE_HD inline float float_of_bits(uint32_t bits) {
 #endif
 }
 
-NEEDLE_HD inline bool is_nan_bits(uint32_t bits) { return (bits & 0x7FFFFFFFu) > 0x7F800000u; }
-NEEDLE_HD inline bool is_finite_bits(uint32_t bits) { return (bits & 0x7F800000u) != 0x7F800000u; }
+NEEDLE_HD_INLINE bool is_nan_bits(uint32_t bits) { return (bits & 0x7FFFFFFFu) > 0x7F800000u; }
+NEEDLE_HD_INLINE bool is_finite_bits(uint32_t bits) { return (bits & 0x7F800000u) != 0x7F800000u; }
 
 // ------------------------------------------------------------------------------------------------------------ bf16
 
-NEEDLE_HD inline uint16_t bf16_of(float value) {
+NEEDLE_HD_INLINE uint16_t bf16_of(float value) {
   const uint32_t bits = bits_of(value);
   if (is_nan_bits(bits)) return kBf16Nan;
   return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
-NEEDLE_HD inline float float_of_bf16(uint16_t value) { return float_of_bits(static_cast<uint32_t>(value) << 16); }
-NEEDLE_HD inline float round_to_bf16(float value) { return float_of_bf16(bf16_of(value)); }
+NEEDLE_HD_INLINE float float_of_bf16(uint16_t value) { return float_of_bits(static_cast<uint32_t>(value) << 16); }
+NEEDLE_HD_INLINE float round_to_bf16(float value) { return float_of_bf16(bf16_of(value)); }
 
 // ---------------------------------------------------------------------------------------------------------- e4m3fn
 
-NEEDLE_HD inline uint8_t e4m3_of(float value) {
+NEEDLE_HD_INLINE uint8_t e4m3_of(float value) {
   const uint32_t bits = bits_of(value);
   if (is_nan_bits(bits)) return kE4m3Nan;
   const uint32_t sign = (bits >> 24) & 0x80u;
@@ -86,7 +89,7 @@ NEEDLE_HD inline uint8_t e4m3_of(float value) {
   return static_cast<uint8_t>(sign | ((magnitude >> 20) - (120u << 3)));  // exponent bias 127 -> 7
 }
 
-NEEDLE_HD inline float float_of_e4m3(uint8_t code) {
+NEEDLE_HD_INLINE float float_of_e4m3(uint8_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
   const uint32_t magnitude = code & 0x7Fu;
   if (magnitude == 0x7Fu) return float_of_bits(sign | 0x7FC00000u);
@@ -100,7 +103,7 @@ NEEDLE_HD inline float float_of_e4m3(uint8_t code) {
 // ------------------------------------------------------------------------------------------------------------ e2m1
 
 // 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign in bit 3. A NaN gives 0: its block's scale says so.
-NEEDLE_HD inline uint8_t e2m1_of(float value) {
+NEEDLE_HD_INLINE uint8_t e2m1_of(float value) {
   const uint32_t bits = bits_of(value);
   if (is_nan_bits(bits)) return 0;
   const uint8_t sign = static_cast<uint8_t>((bits >> 28) & 8u);
@@ -116,7 +119,7 @@ NEEDLE_HD inline uint8_t e2m1_of(float value) {
   return static_cast<uint8_t>(sign | code);
 }
 
-NEEDLE_HD inline float float_of_e2m1(uint8_t code) {
+NEEDLE_HD_INLINE float float_of_e2m1(uint8_t code) {
   const uint32_t magnitude = code & 7u;
   const float value = magnitude < 2u ? 0.5f * static_cast<float>(magnitude)
                                      : float_of_bits((126u + (magnitude >> 1)) << 23 | (magnitude & 1u) << 22);
@@ -126,12 +129,12 @@ NEEDLE_HD inline float float_of_e2m1(uint8_t code) {
 // ----------------------------------------------------------------------------------------------------------- ue8m0
 
 // The exponent byte of the smallest power of two that is at least `scale` (a positive fp32); 0xFF for NaN and inf.
-NEEDLE_HD inline uint8_t ue8m0_of(float scale) {
+NEEDLE_HD_INLINE uint8_t ue8m0_of(float scale) {
   const uint32_t bits = bits_of(scale);
   if (!is_finite_bits(bits)) return kUe8m0Nan;
   return static_cast<uint8_t>((bits >> 23) + ((bits & 0x007FFFFFu) != 0u ? 1u : 0u));
 }
-NEEDLE_HD inline float float_of_ue8m0(uint8_t byte) {
+NEEDLE_HD_INLINE float float_of_ue8m0(uint8_t byte) {
   if (byte == kUe8m0Nan) return float_of_bits(0x7FC00000u);
   return byte == 0 ? 0x1p-127f : float_of_bits(static_cast<uint32_t>(byte) << 23);
 }
@@ -139,26 +142,26 @@ NEEDLE_HD inline float float_of_ue8m0(uint8_t byte) {
 // ---------------------------------------------------------------------------------------------------------- scales
 
 // The scale of an fp8 block from its largest magnitude. `amax` NaN or inf gives NaN (promise 3).
-NEEDLE_HD inline float fp8_scale(ScaleKind kind, float amax) {
+NEEDLE_HD_INLINE float fp8_scale(ScaleKind kind, float amax) {
   if (!is_finite_bits(bits_of(amax))) return float_of_bits(0x7FC00000u);
   const float plain = (amax > kAmaxFloor ? amax : kAmaxFloor) / kFp8Max;
   return kind == ScaleKind::kPowerOfTwo ? float_of_ue8m0(ue8m0_of(plain)) : plain;
 }
 
 // The ue8m0 byte of an fp8 block of main KV.
-NEEDLE_HD inline uint8_t fp8_scale_byte(float amax) {
+NEEDLE_HD_INLINE uint8_t fp8_scale_byte(float amax) {
   if (!is_finite_bits(bits_of(amax))) return kUe8m0Nan;
   return ue8m0_of((amax > kAmaxFloor ? amax : kAmaxFloor) / kFp8Max);
 }
 
 // The ue8m0 byte of an fp4 block of 32.
-NEEDLE_HD inline uint8_t fp4_scale_byte(float amax, float floor = kAmaxFloor) {
+NEEDLE_HD_INLINE uint8_t fp4_scale_byte(float amax, float floor = kAmaxFloor) {
   if (!is_finite_bits(bits_of(amax))) return kUe8m0Nan;
   return ue8m0_of((amax > floor ? amax : floor) / kFp4Max);
 }
 
 // A value's code under a scale. `inverse` is 1 / scale in fp32 and is used by kAmaxReciprocal alone.
-NEEDLE_HD inline uint8_t fp8_code(ScaleKind kind, float value, float scale, float inverse) {
+NEEDLE_HD_INLINE uint8_t fp8_code(ScaleKind kind, float value, float scale, float inverse) {
   return e4m3_of(kind == ScaleKind::kAmaxReciprocal ? value * inverse : value / scale);
 }
 

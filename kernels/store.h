@@ -33,7 +33,8 @@
 //     Skipped entries still advance the state.
 //  5. Against a double reference with the same stage roundings: mode kOnce, every stored value v within half a step at v
 //     plus 4e-6 x max|row|; kRefV4 and kVllm, at most 1 % of values beyond that, by at most two steps. A row that holds
-//     a NaN or an infinity spoils that entry alone (and the next of ratio 4), and is stored as NaN.
+//     a NaN or an infinity spoils that entry alone (and the next of ratio 4): behind a norm the whole entry is stored as NaN, without one the value
+//     (bf16) or its block (fp8). A sum of squares that overflows fp32 counts as an infinity.
 //  6. Nothing is allocated; no limit on tokens or sequences but the types'; 64-bit offsets.
 #pragma once
 
@@ -79,7 +80,7 @@ struct EntryChain {
 // One sequence's part of a call. Lies where the kernel runs.
 struct StoreSequence {
   int64_t row_begin = 0;       // its first row in kv and gate
-  int64_t row_count = 0;       // 0: padding, nothing of it is looked at
+  int64_t row_count = 0;       // 0: padding
   int64_t first_position = 0;  // of its first row
   int64_t record = 0;          // in `state`; ratio 1: not read
   uint64_t sequence = 0;       // must be the record's
@@ -107,7 +108,9 @@ struct StoreRowsArgs {
   const float* position_bias = nullptr;  // [ratio, row_halves x head_dim] fp32; null for ratio 1
   int64_t rows = 0;      // rows that kv and gate have: host-known bound on row_begin + row_count
 
-  const StoreSequence* sequences = nullptr;  // [sequence_count], ascending by row_begin, rows disjoint
+  // [sequence_count], ascending by row_begin, rows disjoint, no record twice. Padding has row_count 0 and keeps the order
+  // (row_begin = rows will do); nothing else of it is looked at.
+  const StoreSequence* sequences = nullptr;
   int32_t sequence_count = 0;
 
   StateView state;           // ratio > 1
