@@ -1,13 +1,49 @@
 // The battery of select_topk, merge_topk and list_slots on the reference and on every CPU twin.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <memory>
+
+#include "base/workers.h"
+#include "kernels/cpu_isa.h"
 #include "tests/kernels/select_topk_battery.h"
 
 namespace needle::testing {
 namespace {
 
+struct FreeAligned {
+  void operator()(void* memory) const { std::free(memory); }
+};
+using Scratch = std::unique_ptr<void, FreeAligned>;
+
+Scratch scratch_of(int64_t bytes) {
+  return Scratch(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)));
+}
+
+SelectTwin cpu_twin(CpuIsa isa, int width) {
+  SelectTwin twin;
+  twin.name = std::string(name_of(isa)) + "_" + std::to_string(width) + "_threads";
+  if (!cpu_has(isa)) twin.unavailable = std::string("this machine has no ") + name_of(isa);
+  const auto workers = std::make_shared<WorkerThreads>(width);
+  twin.select = [=](const SelectTopkArgs& args) {
+    const int64_t bytes = select_topk_cpu_scratch(args, width);
+    const Scratch scratch = scratch_of(bytes);
+    return select_topk_cpu(args, isa, *workers, scratch.get(), bytes);
+  };
+  twin.merge = [=](const MergeTopkArgs& args) {
+    const int64_t bytes = merge_topk_cpu_scratch(args, width);
+    const Scratch scratch = scratch_of(bytes);
+    return merge_topk_cpu(args, *workers, scratch.get(), bytes);
+  };
+  twin.list = [=](const ListSlotsArgs& args) { return list_slots_cpu(args, *workers); };
+  return twin;
+}
+
 std::vector<SelectTwin> host_twins() {
-  return {{"ref", "", select_topk_ref, merge_topk_ref, list_slots_ref}};
+  std::vector<SelectTwin> twins = {{"ref", "", select_topk_ref, merge_topk_ref, list_slots_ref}};
+  for (const CpuIsa isa : {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512}) twins.push_back(cpu_twin(isa, 1));
+  twins.push_back(cpu_twin(best_cpu_isa(), 3));
+  return twins;
 }
 
 struct TwinCase {
