@@ -1,0 +1,381 @@
+// Host memory and its keepers, on the real kernel: what is promised of a chunk, of the metadata region, and over a death.
+#include "server/memory/host_memory.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <future>
+#include <map>
+#include <thread>
+
+#include "base/units.h"
+#include "proto/errors.h"
+#include "server/memory/descriptor_passing.h"
+#include "server/memory/keeper.h"
+
+namespace needle::server {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kChunkBytes = 2 * kMiB;
+const PoolShape kShape = {.page_bytes = 65536, .page_tokens = 256, .chunk_bytes = kChunkBytes, .chunks_max = 8};
+const PoolShape kNoPool = {};
+
+// A folder that goes with the test.
+class Folder {
+ public:
+  Folder() {
+    char name[] = "/tmp/needle-memory-XXXXXX";
+    path_ = ::mkdtemp(name);
+  }
+  ~Folder() { (void)!::system(("rm -rf " + path_).c_str()); }
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;
+};
+
+class RecordingLog final : public Log {
+ public:
+  void write(LogLevel, std::string_view event, std::initializer_list<LogField>) override {
+    std::lock_guard<std::mutex> hold(mutex_);
+    ++events_[std::string(event)];
+  }
+  int count(const std::string& event) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    return events_[event];
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, int> events_;
+};
+
+// Host memory with its answers collected.
+struct Bench {
+  explicit Bench(HostMemoryOptions options = {.huge_pages = HugePages::kOff}, int64_t available = kGiB, DescriptorStore* with = nullptr,
+                 std::vector<KeptDescriptor> survivors = {}) {
+    auto made = HostMemory::create(
+        options, {kShape, kNoPool, kShape}, with == nullptr ? none : *with, survivors, [available] { return available; },
+        [this](PoolId pool, ChunkIndex chunk, absl::Status status) {
+          std::lock_guard<std::mutex> hold(mutex);
+          answers.push_back({pool, chunk, std::move(status)});
+          wake.notify_all();
+        },
+        log);
+    EXPECT_TRUE(made.ok()) << made.status();
+    memory = *std::move(made);
+  }
+  absl::Status allocate(PoolId pool, ChunkIndex chunk) {
+    memory->allocate_chunk(pool, chunk, kChunkBytes);
+    std::unique_lock<std::mutex> hold(mutex);
+    wake.wait(hold, [&] { return !answers.empty() && answers.back().chunk == chunk && answers.back().pool == pool; });
+    absl::Status status = answers.back().status;
+    answers.clear();
+    return status;
+  }
+
+  struct Answered {
+    PoolId pool;
+    ChunkIndex chunk;
+    absl::Status status;
+  };
+  RecordingLog log;
+  NoDescriptorStore none;
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::vector<Answered> answers;
+  std::unique_ptr<HostMemory> memory;
+};
+
+TEST(HostMemory, a_chunk_lies_at_its_place_zeroed_sealed_and_private) {
+  Bench bench;
+  ASSERT_TRUE(bench.allocate(PoolId(0), ChunkIndex(3)).ok());
+  std::byte* const place = bench.memory->base(PoolId(0)) + 3 * kChunkBytes;
+  EXPECT_EQ(place[0], std::byte{0});
+  EXPECT_EQ(place[kChunkBytes - 1], std::byte{0});
+  const auto files = bench.memory->files(PoolId(0), ChunkIndex(3));
+  ASSERT_NE(files, nullptr);
+  struct stat found {};
+  ASSERT_EQ(::fstat(files->read_write.get(), &found), 0);
+  EXPECT_EQ(found.st_mode & 0777u, 0600u);
+  EXPECT_EQ(found.st_size, kChunkBytes);
+  EXPECT_GE(found.st_blocks * 512, kChunkBytes) << "all of its pages exist before anyone writes";
+  EXPECT_EQ(::fcntl(files->read_write.get(), F_GET_SEALS) & (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL), F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  EXPECT_NE(::fcntl(files->read_write.get(), F_GETFD) & FD_CLOEXEC, 0);
+  EXPECT_NE(::ftruncate(files->read_write.get(), 4096), 0);
+  EXPECT_NE(::ftruncate(files->read_write.get(), 2 * kChunkBytes), 0);
+}
+
+TEST(HostMemory, the_read_only_descriptor_shows_the_bytes_and_cannot_be_mapped_for_writing) {
+  Bench bench;
+  ASSERT_TRUE(bench.allocate(PoolId(2), ChunkIndex(0)).ok());
+  bench.memory->base(PoolId(2))[77] = std::byte{42};
+  const int fd = bench.memory->files(PoolId(2), ChunkIndex(0))->read_only.get();
+  void* seen = ::mmap(nullptr, kChunkBytes, PROT_READ, MAP_SHARED, fd, 0);
+  ASSERT_NE(seen, MAP_FAILED);
+  EXPECT_EQ(static_cast<std::byte*>(seen)[77], std::byte{42});
+  EXPECT_NE(::mprotect(seen, kChunkBytes, PROT_READ | PROT_WRITE), 0);
+  EXPECT_EQ(::mmap(nullptr, kChunkBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0), MAP_FAILED);
+  ::munmap(seen, kChunkBytes);
+}
+
+TEST(HostMemory, a_read_only_reader_s_write_ends_that_process_alone) {
+  Bench bench;
+  ASSERT_TRUE(bench.allocate(PoolId(0), ChunkIndex(0)).ok());
+  const int fd = bench.memory->files(PoolId(0), ChunkIndex(0))->read_only.get();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    void* seen = ::mmap(nullptr, kChunkBytes, PROT_READ, MAP_SHARED, fd, 0);
+    if (seen == MAP_FAILED) ::_exit(3);
+    ::signal(SIGSEGV, SIG_DFL);
+    static_cast<volatile char*>(seen)[0] = 1;
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status)) << "the write went through";
+  EXPECT_EQ(bench.memory->base(PoolId(0))[0], std::byte{0});
+}
+
+TEST(HostMemory, a_forked_child_does_not_inherit_the_mapping) {
+  Bench bench;
+  ASSERT_TRUE(bench.allocate(PoolId(0), ChunkIndex(0)).ok());
+  const volatile std::byte* place = bench.memory->base(PoolId(0));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::signal(SIGSEGV, SIG_DFL);
+    ::_exit(static_cast<int>(place[0]));
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status));
+}
+
+TEST(HostMemory, a_full_machine_is_an_error_that_says_what_is_left) {
+  Bench bench({.huge_pages = HugePages::kOff, .spare_bytes = 100 * kMiB}, 101 * kMiB);
+  const absl::Status status = bench.allocate(PoolId(0), ChunkIndex(0));
+  EXPECT_TRUE(is_error(status, ErrorCode::kMemory)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("101 MiB are available"));
+  EXPECT_FALSE(bench.memory->chunk_present(PoolId(0), ChunkIndex(0)));
+  EXPECT_EQ(bench.log.count("chunk_allocation_failed"), 1);
+}
+
+TEST(HostMemory, huge_pages_are_had_or_their_absence_is_said_once) {
+  Bench bench({.huge_pages = HugePages::kTry});
+  ASSERT_TRUE(bench.allocate(PoolId(0), ChunkIndex(0)).ok());
+  ASSERT_TRUE(bench.allocate(PoolId(0), ChunkIndex(1)).ok());
+  const int64_t reserved = bench.memory->chunks_with(PageBacking::kReserved2M);
+  EXPECT_EQ(bench.log.count("huge_pages_fall_back"), reserved == 2 ? 0 : 1);
+  EXPECT_EQ(reserved + bench.memory->chunks_with(PageBacking::kTransparent) + bench.memory->chunks_with(PageBacking::kPlain), 2);
+}
+
+TEST(HostMemory, required_huge_pages_that_are_missing_refuse_the_chunk) {
+  Bench bench({.huge_pages = HugePages::kRequire});
+  const absl::Status status = bench.allocate(PoolId(0), ChunkIndex(0));
+  if (status.ok()) GTEST_SKIP() << "this machine has huge pages for memfd";
+  EXPECT_TRUE(is_error(status, ErrorCode::kMemory));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("require"));
+}
+
+TEST(HostMemory, a_freed_chunk_is_gone_at_once_and_can_be_made_again) {
+  Bench bench;
+  ASSERT_TRUE(bench.allocate(PoolId(0), ChunkIndex(2)).ok());
+  bench.memory->base(PoolId(0))[2 * kChunkBytes] = std::byte{9};
+  const auto held = bench.memory->files(PoolId(0), ChunkIndex(2));  // as a message on its way would
+  bench.memory->free_chunk(PoolId(0), ChunkIndex(2));
+  EXPECT_FALSE(bench.memory->chunk_present(PoolId(0), ChunkIndex(2)));
+  EXPECT_NE(::fcntl(held->read_write.get(), F_GETFD), -1) << "a queued descriptor stays open";
+  ASSERT_TRUE(bench.allocate(PoolId(0), ChunkIndex(2)).ok());
+  EXPECT_EQ(bench.memory->base(PoolId(0))[2 * kChunkBytes], std::byte{0});
+}
+
+TEST(HostMemory, an_unknown_chunk_has_no_files) {
+  Bench bench;
+  EXPECT_EQ(bench.memory->files(PoolId(0), ChunkIndex(7)), nullptr);
+  EXPECT_EQ(bench.memory->files(PoolId(1), ChunkIndex(0)), nullptr);
+  EXPECT_EQ(bench.memory->files(PoolId(9), ChunkIndex(0)), nullptr);
+}
+
+TEST(HostMemory, a_bad_numa_node_is_a_clean_error) {
+  Bench bench({.huge_pages = HugePages::kOff, .numa_node = 1000});
+  EXPECT_TRUE(is_error(bench.allocate(PoolId(0), ChunkIndex(0)), ErrorCode::kMemory));
+}
+
+TEST(MemfdMetadata, put_is_seen_through_the_read_only_descriptor) {
+  NoDescriptorStore none;
+  SilentLog log;
+  std::vector<KeptDescriptor> kept;
+  auto made = MemfdMetadata::create(100'000, none, kept, log);
+  ASSERT_TRUE(made.ok()) << made.status();
+  EXPECT_FALSE((*made)->survived());
+  const uint64_t words[2] = {0x1122334455667788u, 7};
+  (*made)->put(4096, std::as_bytes(std::span(words)));
+  void* seen = ::mmap(nullptr, 100'000, PROT_READ, MAP_SHARED, (*made)->read_only_fd(), 0);
+  ASSERT_NE(seen, MAP_FAILED);
+  EXPECT_EQ(std::memcmp(static_cast<std::byte*>(seen) + 4096, words, sizeof(words)), 0);
+  EXPECT_EQ(::mmap(nullptr, 4096, PROT_WRITE, MAP_SHARED, (*made)->read_only_fd(), 0), MAP_FAILED);
+  ::munmap(seen, 100'000);
+}
+
+// A keeper in a thread, until the end of the scope.
+class KeeperThread {
+ public:
+  explicit KeeperThread(const std::string& path) : stop_(::eventfd(0, EFD_CLOEXEC)) {
+    auto made = Keeper::listen(path, log_);
+    EXPECT_TRUE(made.ok()) << made.status();
+    keeper_ = *std::move(made);
+    thread_ = std::thread([this] { keeper_->run(stop_.get()); });
+  }
+  ~KeeperThread() {
+    const uint64_t one = 1;
+    (void)!::write(stop_.get(), &one, sizeof(one));
+    thread_.join();
+  }
+
+ private:
+  SilentLog log_;
+  FileDescriptor stop_;
+  std::unique_ptr<Keeper> keeper_;
+  std::thread thread_;
+};
+
+TEST(Keeper, memory_and_metadata_outlive_their_daemon) {
+  Folder folder;
+  KeeperThread keeper(folder / "keeper.sock");
+  SilentLog log;
+  const uint64_t word = 0xABCDEF;
+  {
+    auto store = KeeperStore::connect(folder / "keeper.sock", log);
+    ASSERT_TRUE(store.ok()) << store.status();
+    std::vector<KeptDescriptor> kept = (*store)->take_kept();
+    EXPECT_TRUE(kept.empty());
+    auto metadata = MemfdMetadata::create(8192, **store, kept, log);
+    ASSERT_TRUE(metadata.ok());
+    (*metadata)->put(0, std::as_bytes(std::span(&word, 1)));
+    Bench bench({.huge_pages = HugePages::kOff}, kGiB, store->get());
+    ASSERT_TRUE(bench.allocate(PoolId(0), ChunkIndex(1)).ok());
+    ASSERT_TRUE(bench.allocate(PoolId(2), ChunkIndex(5)).ok());
+    bench.memory->base(PoolId(0))[kChunkBytes + 5] = std::byte{77};
+  }
+  auto store = KeeperStore::connect(folder / "keeper.sock", log);
+  ASSERT_TRUE(store.ok()) << store.status();
+  std::vector<KeptDescriptor> kept = (*store)->take_kept();
+  EXPECT_EQ(kept.size(), 3u);
+  auto metadata = MemfdMetadata::create(8192, **store, kept, log);
+  ASSERT_TRUE(metadata.ok());
+  EXPECT_TRUE((*metadata)->survived());
+  EXPECT_EQ(std::memcmp((*metadata)->bytes().data(), &word, 8), 0);
+  Bench bench({.huge_pages = HugePages::kOff}, kGiB, store->get(), std::move(kept));
+  EXPECT_TRUE(bench.memory->chunk_present(PoolId(0), ChunkIndex(1)));
+  EXPECT_TRUE(bench.memory->chunk_present(PoolId(2), ChunkIndex(5)));
+  EXPECT_FALSE(bench.memory->chunk_present(PoolId(0), ChunkIndex(0)));
+  EXPECT_EQ(bench.memory->base(PoolId(0))[kChunkBytes + 5], std::byte{77});
+}
+
+TEST(Keeper, a_kept_chunk_of_another_size_is_refused_and_said) {
+  Folder folder;
+  KeeperThread keeper(folder / "keeper.sock");
+  SilentLog log;
+  auto store = KeeperStore::connect(folder / "keeper.sock", log);
+  ASSERT_TRUE(store.ok());
+  FileDescriptor odd(::memfd_create("odd", MFD_CLOEXEC));
+  ASSERT_EQ(::ftruncate(odd.get(), 4096), 0);
+  (*store)->keep(chunk_name(PoolId(0), ChunkIndex(0)), odd.get());
+  std::vector<KeptDescriptor> kept = (*store)->take_kept();
+  ASSERT_EQ(kept.size(), 1u);
+  Bench bench({.huge_pages = HugePages::kOff}, kGiB, store->get(), std::move(kept));
+  EXPECT_FALSE(bench.memory->chunk_present(PoolId(0), ChunkIndex(0)));
+  EXPECT_EQ(bench.log.count("kept_chunk_refused"), 1);
+  EXPECT_TRUE((*store)->take_kept().empty()) << "the keeper was told to drop it";
+}
+
+TEST(Keeper, malformed_messages_end_their_connection_only) {
+  Folder folder;
+  KeeperThread keeper(folder / "keeper.sock");
+  auto hostile = connect_seqpacket(folder / "keeper.sock");
+  ASSERT_TRUE(hostile.ok());
+  const std::byte junk[72] = {std::byte{1}};
+  send_datagram(hostile->get(), junk, {}, true);
+  Datagram end;
+  EXPECT_EQ(receive_datagram(hostile->get(), 100, end, true), ReceiveResult::kGone);
+  SilentLog log;
+  auto store = KeeperStore::connect(folder / "keeper.sock", log);
+  ASSERT_TRUE(store.ok());
+  EXPECT_TRUE((*store)->take_kept().empty());
+  EXPECT_TRUE((*store)->healthy());
+}
+
+TEST(Keeper, a_second_keeper_at_the_same_place_is_refused_and_a_dead_one_s_socket_is_replaced) {
+  Folder folder;
+  SilentLog log;
+  {
+    KeeperThread keeper(folder / "keeper.sock");
+    EXPECT_TRUE(is_error(Keeper::listen(folder / "keeper.sock", log).status(), ErrorCode::kConflict));
+  }
+  {
+    auto abandoned = listen_seqpacket(folder / "keeper.sock");  // closed without unlink, as a kill would
+    ASSERT_TRUE(abandoned.ok());
+  }
+  EXPECT_TRUE(Keeper::listen(folder / "keeper.sock", log).ok());
+}
+
+TEST(Keeper, a_lost_keeper_is_noticed_and_the_daemon_serves_on) {
+  Folder folder;
+  RecordingLog log;
+  std::unique_ptr<KeeperStore> store;
+  {
+    KeeperThread keeper(folder / "keeper.sock");
+    store = *KeeperStore::connect(folder / "keeper.sock", log);
+  }
+  FileDescriptor fd(::memfd_create("x", MFD_CLOEXEC));
+  store->keep("pool-0-chunk-0", fd.get());
+  EXPECT_FALSE(store->healthy());
+  EXPECT_EQ(log.count("keeper_lost"), 1);
+}
+
+// What systemd would receive.
+TEST(SystemdStore, keeps_and_drops_by_name_and_takes_back_what_it_was_started_with) {
+  Folder folder;
+  const std::string path = folder / "notify";
+  FileDescriptor manager(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, path.data(), path.size());
+  ASSERT_EQ(::bind(manager.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  SilentLog log;
+  SystemdStore store(path, "", "", "", log);
+  FileDescriptor fd(::memfd_create("x", MFD_CLOEXEC));
+  store.keep("metadata", fd.get());
+  Datagram datagram;
+  const auto text = [&] { return std::string(reinterpret_cast<const char*>(datagram.bytes.data()), datagram.bytes.size()); };
+  ASSERT_EQ(receive_datagram(manager.get(), 4096, datagram, true), ReceiveResult::kReceived);
+  EXPECT_EQ(text(), "FDSTOREREMOVE=1\nFDNAME=metadata");
+  ASSERT_EQ(receive_datagram(manager.get(), 4096, datagram, true), ReceiveResult::kReceived);
+  EXPECT_EQ(text(), "FDSTORE=1\nFDNAME=metadata");
+  EXPECT_EQ(datagram.fds.size(), 1u);
+  store.drop("metadata");
+  ASSERT_EQ(receive_datagram(manager.get(), 4096, datagram, true), ReceiveResult::kReceived);
+  EXPECT_EQ(text(), "FDSTOREREMOVE=1\nFDNAME=metadata");
+  EXPECT_TRUE(store.notify("READY=1"));
+  EXPECT_TRUE(store.take_kept().empty()) << "descriptors meant for another process are not taken";
+}
+
+TEST(AvailableMemory, is_positive_and_at_most_the_machine) {
+  const int64_t available = available_memory_bytes();
+  EXPECT_GT(available, 0);
+  EXPECT_LE(available, int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE));
+}
+
+}  // namespace
+}  // namespace needle::server
