@@ -48,8 +48,9 @@ struct PoolLayout {
 };
 
 // A new process, or one that outlived a daemon. The format is the pool set's canonical text and must be equal.
-// `previous` and `held` are for the second case: the client has fenced everything except reads of `held`, which are
-// leased to it again if they still are what they were; all else of the old session is given up by this call.
+// `previous` and `held` are for the second case: the client has fenced everything except reads of `held` and unmapped every
+// chunk without held pages. What of `held` still is what it was is leased to it again; all else of the old session is
+// given up by this call.
 struct Attach {
   struct Reply {
     SessionId session;
@@ -163,14 +164,14 @@ struct Reserve {
   std::vector<PageName> names;               // of the full pages known now
   std::vector<int64_t> resume_tokens_wanted;  // page boundaries: ends of prefill chunks, last full page of the prompt
 };
-struct Extend {  // absolute; also raises tokens_published first when larger
+struct Extend {  // reserves pages up to `tokens`, an absolute count; a smaller one than now changes nothing
   using Reply = TicketView;
   SessionId session;
   TicketId ticket;
   uint64_t step = 0;
   int64_t tokens = 0;
 };
-struct Publish {  // the owner may read its own open pages up to here
+struct Publish {  // absolute, never back (Truncate does that): the owner may read its own open pages up to here
   using Reply = TicketView;
   SessionId session;
   TicketId ticket;

@@ -46,7 +46,7 @@ struct CoreOptions {
 
   int64_t sessions_max = 1'024;
   int64_t tickets_max = 65'536;
-  int64_t leases_max = 65'535;      // a page counts its leases in 16 bits
+  int64_t leases_max = 65'536;
   int64_t ships_max = 256;
   int64_t outcomes_max = 262'144;   // remembered at once; the oldest is forgotten early, and counted
   int64_t pages_per_request_max = 65'536;

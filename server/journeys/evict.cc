@@ -1,0 +1,43 @@
+#include "server/journeys/evict.h"
+
+#include <algorithm>
+#include <string>
+
+#include "proto/errors.h"
+
+namespace needle::server::evict {
+
+absl::StatusOr<Evict::Reply> evict(State& state, const Evict& request) {
+  if (request.set.value() >= state.sets.size()) {
+    return make_error(ErrorCode::kNotFound, "pool set " + std::to_string(request.set.value()) + " does not exist");
+  }
+  PoolSet& set = state.set(request.set);
+  Pool& paged = set.pool(PoolKind::kPaged);
+  const int64_t free_before = paged.free_pages();
+  if (!request.sequence.is_none()) {
+    if (set.catalog->sequence(request.sequence) == nullptr) {
+      return make_error(ErrorCode::kNotFound, "sequence " + std::to_string(request.sequence.value()) + " is not stored here");
+    }
+    set.catalog->drop_sequence(request.sequence);  // readers keep their leases: held pages drain
+    state.probes.hit(Probe::sequence_evicted);
+    return Evict::Reply{paged.free_pages() - free_before};
+  }
+  if (request.pages < 0) return make_error(ErrorCode::kInvalid, "pages is " + std::to_string(request.pages) + ", it must not be negative");
+  while (paged.free_pages() - free_before < request.pages && set.catalog->evict_oldest()) {
+  }
+  return Evict::Reply{paged.free_pages() - free_before};
+}
+
+absl::StatusOr<Nothing> drain(State& state) {
+  state.stopping = true;
+  return Nothing{};
+}
+
+bool drained(const State& state) {
+  const bool nothing_pinned = std::all_of(state.sessions.all().begin(), state.sessions.all().end(),
+                                          [](const auto& entry) { return entry.second->pins.empty(); });
+  return state.stopping && state.tickets.size() == 0 && state.leases.size() == 0 && state.ships.size() == 0 &&
+         state.ships.parts.empty() && nothing_pinned;
+}
+
+}  // namespace needle::server::evict
