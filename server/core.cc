@@ -85,6 +85,7 @@ void poll_transport(State& state) {
   TransportEvents events;
   state.env.transport.poll(events);
   for (const RegisterCompletion& registered : events.registered) resize::chunk_registered(state, registered);
+  for (const ReleaseCompletion& released : events.released) resize::chunk_released(state, released);
   for (const FetchCompletion& fetched : events.fetched) ship::fetched(state, fetched);
 }
 

@@ -94,7 +94,11 @@ bool advance_shrink(State& state, PoolSet& set, ShrinkStep& step) {
     state.probes.hit(Probe::resize_waited_for_session);
     return false;
   }
-  if (pool.chunk(step.chunk).registered) state.env.transport.release_chunk(pool.id(), step.chunk);
+  if (step.phase == ShrinkStep::kMappings) {
+    step.phase = ShrinkStep::kTransport;  // a late peer may still be reading
+    state.env.transport.release_chunk(pool.id(), step.chunk);
+  }
+  if (step.phase != ShrinkStep::kReleased) return false;
   state.descriptors.erase({pool.id(), step.chunk});
   pool.remove_chunk(step.chunk);
   state.env.memory.free_chunk(pool.id(), step.chunk);
@@ -267,6 +271,14 @@ void chunk_registered(State& state, const RegisterCompletion& event) {
   }
 }
 
+void chunk_released(State& state, const ReleaseCompletion& event) {
+  PoolSet& set = state.set(set_of(event.pool));
+  for (ShrinkStep& step : set.resize.shrink) {
+    const bool awaited = step.kind == kind_of(event.pool) && step.chunk == event.chunk && step.phase == ShrinkStep::kTransport;
+    if (awaited) step.phase = ShrinkStep::kReleased;
+  }
+}
+
 void forget_session(State& state, SessionId session) {
   for (const auto& set : state.sets) {
     for (ShrinkStep& step : set->resize.shrink) std::erase(step.awaited, session);
@@ -275,7 +287,7 @@ void forget_session(State& state, SessionId session) {
 
 bool is_unmapping(const PoolSet& set, PoolKind kind, ChunkIndex chunk) {
   return std::any_of(set.resize.shrink.begin(), set.resize.shrink.end(), [&](const ShrinkStep& step) {
-    return step.kind == kind && step.chunk == chunk && step.phase == ShrinkStep::kMappings;
+    return step.kind == kind && step.chunk == chunk && step.phase != ShrinkStep::kPages;
   });
 }
 

@@ -20,6 +20,7 @@ absl::StatusOr<ResizeProgress> abort(State& state, const ResizeAbort& request);
 absl::StatusOr<Nothing> chunk_unmapped(State& state, const ChunkUnmapped& request);
 void chunk_allocated(State& state, const ChunkAllocated& event);
 void chunk_registered(State& state, const RegisterCompletion& event);
+void chunk_released(State& state, const ReleaseCompletion& event);
 
 // Plans towards the set's budget and ratios; called at start and by resize().
 void plan(State& state, PoolSet& set, const ChunkTargets& targets);

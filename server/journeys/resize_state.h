@@ -1,7 +1,7 @@
 // Where a resize stands. The journey is in resize.cc.
 //
 // grow:   allocating -> registering -> (live)
-// shrink: waiting for its pages -> waiting for its mappings -> (absent)
+// shrink: waiting for its pages -> for its mappings -> for the transport -> (absent)
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct GrowStep {
 };
 
 struct ShrinkStep {
-  enum Phase : uint8_t { kPages, kMappings };
+  enum Phase : uint8_t { kPages, kMappings, kTransport, kReleased };
   PoolKind kind;
   ChunkIndex chunk;
   Phase phase = kPages;
