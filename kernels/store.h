@@ -130,7 +130,7 @@ struct StoreRowsArgs {
 
 // INVALID_ARGUMENT naming value and limit; host fields only. Every twin calls it first.
 absl::Status check_store_rows(const StoreRowsArgs& args);
-// The definition: doubles between the stage roundings; softmax in two passes.
+// The definition: doubles between the stage roundings; softmax in two passes (with running state: fold_row, in fp32).
 absl::Status store_rows_ref(const StoreRowsArgs& args);
 // Every instruction set gives the same bits.
 absl::Status store_rows_cpu(const StoreRowsArgs& args, CpuIsa isa, Workers& workers);

@@ -96,34 +96,39 @@ absl::Status check_chain(const EntryChain& chain, const MutableLayerView& out, b
   return check_out(component, out);
 }
 
-// Softmax over the rows in doubles, in two passes; carried rows of a running record enter as one row of their own.
+// Softmax over the rows in doubles, in two passes.
 double pool_channel(const std::vector<RawRow>& rows, const std::vector<const float*>& biases,
-                    const std::vector<int>& first_columns, const float* carried, int dims, int channel) {
+                    const std::vector<int>& first_columns, int channel) {
   double maximum = -std::numeric_limits<double>::infinity();
   std::vector<double> scores(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
     const int column = first_columns[r] + channel;
     scores[r] = static_cast<double>(raw_value(rows[r].gate, rows[r].gate_element, column)) +
                 static_cast<double>(biases[r][column]);
-    maximum = std::isnan(scores[r]) ? scores[r] : std::max(maximum, scores[r]);
-    if (std::isnan(maximum)) return maximum;
-  }
-  if (carried != nullptr && carried[dims + channel] != 0) {  // a NaN sum too
-    maximum = std::max(maximum, static_cast<double>(carried[channel]));
+    if (std::isnan(scores[r])) return scores[r];
+    maximum = std::max(maximum, scores[r]);
   }
   double sum = 0;
   double weighted = 0;
-  if (carried != nullptr) {
-    const double weight = carried[dims + channel] == 0 ? 0 : std::exp(static_cast<double>(carried[channel]) - maximum);
-    sum += weight * static_cast<double>(carried[dims + channel]);
-    weighted += weight * static_cast<double>(carried[2 * dims + channel]);
-  }
   for (size_t r = 0; r < rows.size(); ++r) {
     const double weight = std::exp(scores[r] - maximum);
     sum += weight;
     weighted += weight * static_cast<double>(raw_value(rows[r].kv, rows[r].kv_element, first_columns[r] + channel));
   }
   return weighted / sum;
+}
+
+// A running record carries fp32, so with it pooling is the fold itself, from the first row to the last: doubles would
+// make the bits depend on where the chunks were cut.
+double fold_channel(const std::vector<RawRow>& rows, const std::vector<const float*>& biases, const float* carried,
+                    int dims, int channel) {
+  PoolPartial partial;
+  if (carried != nullptr) partial = {carried[channel], carried[dims + channel], carried[2 * dims + channel]};
+  for (size_t r = 0; r < rows.size(); ++r) {
+    fold_row(partial, raw_value(rows[r].gate, rows[r].gate_element, channel) + biases[r][channel],
+             raw_value(rows[r].kv, rows[r].kv_element, channel));
+  }
+  return static_cast<double>(pooled_value(partial));
 }
 
 void pool_entry(const StoreRowsArgs& args, const StoreSequence& sequence, const StateHeader& header, int64_t entry,
@@ -157,7 +162,10 @@ void pool_entry(const StoreRowsArgs& args, const StoreSequence& sequence, const 
     }
     for (int64_t position = begin; position < first + ratio; ++position) take(position, 0);
   }
-  for (int c = 0; c < dims; ++c) x[c] = pool_channel(rows, biases, first_columns, carried, dims, c);
+  const bool running = ratio != kOverlapRatio && args.state.form == StateForm::kRunning;
+  for (int c = 0; c < dims; ++c) {
+    x[c] = running ? fold_channel(rows, biases, carried, dims, c) : pool_channel(rows, biases, first_columns, c);
+  }
 }
 
 }  // namespace
