@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <ostream>
 
 #include "base/workers.h"
 #include "kernels/cpu_isa.h"
@@ -23,6 +24,11 @@ struct TwinCase {
   ReadTwin twin;
   ReadCase test;
 };
+
+// What a failure prints of its parameter.
+void PrintTo(const TwinCase& param, std::ostream* out) {
+  *out << param.twin.name << " " << param.test.name;
+}
 
 std::vector<TwinCase> every_twin_and_case() {
   std::vector<ReadTwin> twins = {{"ref", "", read_entries_ref}};

@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <ostream>
 
 #include "base/workers.h"
 #include "kernels/cpu_isa.h"
@@ -50,6 +51,11 @@ struct TwinCase {
   SelectTwin twin;
   SelectCase test;
 };
+
+// What a failure prints of its parameter.
+void PrintTo(const TwinCase& param, std::ostream* out) {
+  *out << param.twin.name << " " << param.test.name;
+}
 
 std::vector<TwinCase> every_twin_and_case() {
   std::vector<TwinCase> all;
