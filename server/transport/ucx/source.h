@@ -1,0 +1,111 @@
+// The serving half: sends the pages that readers ask for. It knows no leases: what is asked for and registered is sent,
+// and the reader has the core confirm generations after the last byte.
+//
+// Lives on the source's thread. Chunks are registered and released here too, since this thread alone knows which sends
+// still read them. With one-sided get this half only answers pings.
+//
+// What must stay true:
+//  1. Nothing is read from a chunk whose release was asked for, except by sends that UCX already had; the release is
+//     answered when those ended.
+//  2. A reader that is silent or gone costs its link: queue dropped, endpoint closed, sends ended. Nobody else waits for it.
+//  3. Links, queued pages and sends in flight are bounded; what is beyond is refused, not kept.
+//  4. A new link of a reader's node ends its earlier ones.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/log.h"
+#include "server/transport/ucx/chunks.h"
+#include "server/transport/ucx/counters.h"
+#include "server/transport/ucx/reader.h"
+#include "server/transport/ucx/wire.h"
+#include "server/transport/ucx/worker_thread.h"
+
+namespace needle::server::ucx {
+
+class Source {
+ public:
+  using Released = std::function<void(PoolId, ChunkIndex)>;
+  static constexpr size_t kLinksMax = 1'024;       // readers at once
+  static constexpr size_t kQueuedPagesMax = 4'096;  // a link: several times what a reader keeps in flight
+
+  Source(WorkerThread& thread, Chunks& chunks, Counters& counters, Log& log, HalfSettings settings, Released released);
+
+  absl::Status listen();  // before the thread starts
+
+  // The rest on the thread.
+  void release(PoolId pool, ChunkIndex chunk);
+  int64_t turn(int64_t now_ns);  // see WorkerThread::Turn
+  void stop();
+
+ private:
+  struct Item {
+    uint64_t ticket;
+    uint32_t attempt;
+    uint32_t part;
+    uint32_t position;
+    PoolId pool;
+    PageIndex page;
+    int64_t sent_bytes = 0;
+  };
+
+  struct Link {
+    LinkName name;
+    NodeId reader;
+    ucp_ep_h endpoint = nullptr;
+    Call call = Call::kAmEager;
+    std::deque<Item> queue;
+    int64_t sends = 0;
+    int64_t heard_ns = 0;
+    const char* failure = nullptr;  // set: to be closed
+    ucs_status_ptr_t closing = nullptr;
+    bool is_closing = false;
+  };
+
+  struct Send {
+    Source* source;
+    LinkName link;
+    PoolId pool;
+    ChunkIndex chunk;
+    bool last;  // of its page
+    PageHeader header;
+  };
+
+  static void on_endpoint_error(void* self, ucp_ep_h endpoint, ucs_status_t status);
+  static ucs_status_t on_hello(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
+                               const ucp_am_recv_param_t* param);
+  static ucs_status_t on_fetch(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
+                               const ucp_am_recv_param_t* param);
+  static ucs_status_t on_cancel(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
+                                const ucp_am_recv_param_t* param);
+  static ucs_status_t on_ping(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
+                              const ucp_am_recv_param_t* param);
+  static void on_sent(void* request, ucs_status_t status, void* send);
+
+  Link* hear(const void* header, size_t header_bytes, size_t expected_bytes);
+  void open_link(const HelloHeader& hello, std::string address);
+  void fail(Link& link, const char* cause);
+  bool close(Link& link);  // true when the endpoint is gone and no send is left
+  void pump(Link& link);
+  bool send_next(Link& link);
+  void refuse(Link& link, const Item& item, RefusalCause cause);
+  void sent(Send* send, ucs_status_t status);
+  void count_queued(int64_t pages) { counters_.pages_queued_now.fetch_add(pages); }
+
+  WorkerThread& thread_;
+  Chunks& chunks_;
+  Counters& counters_;
+  Log& log_;
+  const HalfSettings settings_;
+  const Released released_;
+  std::map<LinkName, Link> links_;
+  int64_t turned_ns_ = 0;
+  bool stopping_ = false;
+};
+
+}  // namespace needle::server::ucx
