@@ -44,6 +44,24 @@ float small_number(Rng& rng) {
   return static_cast<float>(rng.unit() * 2 - 1);
 }
 
+// A key of random finite values.
+void fill_key(ElementFormat element, std::byte* data, std::byte* scale, Rng& rng) {
+  if (element == ElementFormat::kBf16) {
+    for (int64_t i = 0; i < 128; ++i) {
+      const uint16_t value = bf16_of(small_number(rng));
+      std::memcpy(data + 2 * i, &value, sizeof(value));
+    }
+    return;
+  }
+  for (int64_t i = 0; i < slot_data_bytes(element, 128); ++i) {
+    data[i] = element == ElementFormat::kFp8 ? static_cast<std::byte>(e4m3_of(small_number(rng) * kFp8Max))
+                                             : static_cast<std::byte>(rng.next());
+  }
+  const float factor = 1.0f / kFp8Max;
+  if (element == ElementFormat::kFp8) std::memcpy(scale, &factor, sizeof(factor));
+  if (element == ElementFormat::kFp4) std::memset(scale, 125, 4);
+}
+
 // A batch of sequences with shuffled pages, some absent, and raw queries.
 struct Batch {
   int32_t sequences = 5;
@@ -63,13 +81,18 @@ struct Batch {
 
   int32_t queries() const { return sequences * queries_per_row; }
 
-  explicit Batch(uint64_t seed) {
+  explicit Batch(uint64_t seed, ElementFormat element = ElementFormat::kBf16) {
     Rng rng(seed);
     const int64_t page_count = 20;
-    keys.reset(static_cast<std::byte*>(std::aligned_alloc(kPageAlignment, static_cast<size_t>(page_count * 64 * 256))));
-    for (int64_t i = 0; i < page_count * 64 * 128; ++i) {
-      const uint16_t value = bf16_of(small_number(rng));
-      std::memcpy(keys.get() + 2 * i, &value, sizeof(value));
+    const int64_t page_bytes = layer_page_bytes(element, 128, 64);
+    keys.reset(
+        static_cast<std::byte*>(std::aligned_alloc(kPageAlignment, static_cast<size_t>(page_count * page_bytes))));
+    for (int64_t page = 0; page < page_count; ++page) {
+      for (int64_t slot = 0; slot < 64; ++slot) {
+        const SlotPlace place = slot_place(element, 128, 64, slot);
+        fill_key(element, keys.get() + page * page_bytes + place.data, keys.get() + page * page_bytes + place.scale,
+                 rng);
+      }
     }
     for (int32_t i = 0; i < sequences * pages_per_row; ++i) {
       pages.push_back(rng.chance(0.1) ? kNoPage : static_cast<int32_t>(rng.below(20)));
@@ -82,7 +105,8 @@ struct Batch {
     }
     LayerView layer;
     layer.base = keys.get();
-    layer.page_stride = 64 * 256;
+    layer.element = element;
+    layer.page_stride = page_bytes;
     layer.page_count = page_count;
     layer.slots_per_page = 64;
     layer.head_dim = 128;
@@ -216,6 +240,19 @@ TEST(ReadTopk, answers_as_its_operations_do_whatever_the_budget) {
         expect_same(got, want);
       }
     }
+  }
+}
+
+TEST(ReadTopk, reads_every_key_format) {
+  for (const ElementFormat element : {ElementFormat::kBf16, ElementFormat::kFp8, ElementFormat::kFp4}) {
+    SCOPED_TRACE(needle::name_of(element));
+    const Batch batch(11, element);
+    const Answer want = whole_batch(batch.args, best_cpu_isa());
+    const absl::StatusOr<ReadTopkPlan> all = plan_read_topk_cpu(batch.args, 2);
+    ASSERT_TRUE(all.ok()) << all.status();
+    const Answer got = read_with(batch.args, best_cpu_isa(), 2, all->scratch_bytes - 1);
+    EXPECT_LT(got.queries_a_chunk, batch.queries());
+    expect_same(got, want);
   }
 }
 
