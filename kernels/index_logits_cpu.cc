@@ -39,6 +39,13 @@
 #define NEEDLE_X86 0
 #endif
 
+// Tiles live in registers only if the loops over their groups and keys are unrolled whole, also at -O2.
+#if defined(__clang__)
+#define NEEDLE_UNROLL _Pragma("unroll")
+#else
+#define NEEDLE_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 #define NEEDLE_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define NEEDLE_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")))
 #define NEEDLE_AVX512BF16 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
@@ -131,6 +138,10 @@ Four load_four(const float* from) {
 void store_four(float* to, Four value) { std::memcpy(to, &value, sizeof value); }
 
 const void* convert_keys_portable(const std::byte* part, const LayerView& view, int first, int count, float* buffer) {
+  float e4m3[256];
+  if (view.element == ElementFormat::kFp8) {
+    for (int code = 0; code < 256; ++code) e4m3[code] = float_of_e4m3(static_cast<uint8_t>(code));
+  }
   for (int i = 0; i < count; ++i) {
     const std::byte* data = key_data(part, view, first + i);
     float* key = buffer + i * kDim;
@@ -141,14 +152,18 @@ const void* convert_keys_portable(const std::byte* part, const LayerView& view, 
         key[d] = float_of_bf16(bits);
       }
     } else if (view.element == ElementFormat::kFp8) {
-      for (int d = 0; d < kDim; ++d) key[d] = float_of_e4m3(static_cast<uint8_t>(data[d]));
+      for (int d = 0; d < kDim; ++d) key[d] = e4m3[static_cast<uint8_t>(data[d])];
     } else {
       const std::byte* scales = key_scale(part, view, first + i);
-      for (int d = 0; d < kDim; d += 2) {
-        const uint32_t pair = static_cast<uint8_t>(data[d / 2]);
-        const float scale = float_of_ue8m0(static_cast<uint8_t>(scales[d / 32]));
-        key[d] = float_of_e2m1(static_cast<uint8_t>(pair & 15u)) * scale;
-        key[d + 1] = float_of_e2m1(static_cast<uint8_t>(pair >> 4)) * scale;
+      for (int block = 0; block < kDim / 32; ++block) {
+        const float scale = float_of_ue8m0(static_cast<uint8_t>(scales[block]));
+        float scaled[16];
+        for (uint8_t code = 0; code < 16; ++code) scaled[code] = float_of_e2m1(code) * scale;
+        for (int pair = block * 16; pair < block * 16 + 16; ++pair) {
+          const uint32_t codes = static_cast<uint8_t>(data[pair]);
+          key[2 * pair] = scaled[codes & 15u];
+          key[2 * pair + 1] = scaled[codes >> 4];
+        }
       }
     }
   }
@@ -160,14 +175,18 @@ void tile_portable(const float* packed, const float* weights, int heads_left, co
                    float* lane_sums) {
   Four dot[kGroups][kKeys] = {};
   for (int d = 0; d < kDim; ++d) {
+    NEEDLE_UNROLL
     for (int g = 0; g < kGroups; ++g) {
       const Four query = load_four(packed + (d * kGroups + g) * kPortableLanes);
+      NEEDLE_UNROLL
       for (int k = 0; k < kKeys; ++k) dot[g][k] += query * keys[k * kDim + d];
     }
   }
+  NEEDLE_UNROLL
   for (int k = 0; k < kKeys; ++k) {
     Four sum = {};
     if (!first_pass) sum = load_four(lane_sums + k * kPortableLanes);
+    NEEDLE_UNROLL
     for (int g = 0; g < kGroups; ++g) {
       for (int lane = 0; lane < kPortableLanes; ++lane) {
         const float value = dot[g][k][lane];
@@ -298,20 +317,27 @@ template <int kGroups, int kKeys>
 NEEDLE_AVX2 void tile_avx2(const float* packed, const float* weights, int heads_left, const float* keys,
                            bool first_pass, float* lane_sums) {
   __m256 dot[kGroups][kKeys];
+  NEEDLE_UNROLL
   for (int g = 0; g < kGroups; ++g) {
+    NEEDLE_UNROLL
     for (int k = 0; k < kKeys; ++k) dot[g][k] = _mm256_setzero_ps();
   }
   for (int d = 0; d < kDim; ++d) {
     __m256 query[kGroups];
+    NEEDLE_UNROLL
     for (int g = 0; g < kGroups; ++g) query[g] = _mm256_load_ps(packed + (d * kGroups + g) * kAvx2Lanes);
+    NEEDLE_UNROLL
     for (int k = 0; k < kKeys; ++k) {
       const __m256 key = _mm256_broadcast_ss(keys + k * kDim + d);
+      NEEDLE_UNROLL
       for (int g = 0; g < kGroups; ++g) dot[g][k] = _mm256_fmadd_ps(query[g], key, dot[g][k]);
     }
   }
   const __m256i lane_index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  NEEDLE_UNROLL
   for (int k = 0; k < kKeys; ++k) {
     __m256 sum = first_pass ? _mm256_setzero_ps() : _mm256_load_ps(lane_sums + k * kAvx2Lanes);
+    NEEDLE_UNROLL
     for (int g = 0; g < kGroups; ++g) {
       const __m256i exists = _mm256_cmpgt_epi32(_mm256_set1_epi32(heads_left - g * kAvx2Lanes), lane_index);
       const __m256 passed = _mm256_max_ps(_mm256_setzero_ps(), dot[g][k]);  // NaN in the second operand is what comes out
@@ -441,8 +467,10 @@ NEEDLE_AVX512 const void* convert_keys_avx512(const std::byte* part, const Layer
 template <int kGroups, int kKeys>
 NEEDLE_AVX512 inline void add_heads_avx512(const __m512 (&dot)[kGroups][kKeys], const float* weights, int heads_left,
                                            bool first_pass, float* lane_sums) {
+  NEEDLE_UNROLL
   for (int k = 0; k < kKeys; ++k) {
     __m512 sum = first_pass ? _mm512_setzero_ps() : _mm512_load_ps(lane_sums + k * kAvx512Lanes);
+    NEEDLE_UNROLL
     for (int g = 0; g < kGroups; ++g) {
       // NaN in the second operand of max is what comes out.
       const __m512 passed = _mm512_maskz_max_ps(heads_mask(heads_left - g * kAvx512Lanes), _mm512_setzero_ps(), dot[g][k]);
@@ -456,14 +484,19 @@ template <int kGroups, int kKeys>
 NEEDLE_AVX512 void tile_avx512(const float* packed, const float* weights, int heads_left, const float* keys,
                                bool first_pass, float* lane_sums) {
   __m512 dot[kGroups][kKeys];
+  NEEDLE_UNROLL
   for (int g = 0; g < kGroups; ++g) {
+    NEEDLE_UNROLL
     for (int k = 0; k < kKeys; ++k) dot[g][k] = _mm512_setzero_ps();
   }
   for (int d = 0; d < kDim; ++d) {
     __m512 query[kGroups];
+    NEEDLE_UNROLL
     for (int g = 0; g < kGroups; ++g) query[g] = _mm512_load_ps(packed + (d * kGroups + g) * kAvx512Lanes);
+    NEEDLE_UNROLL
     for (int k = 0; k < kKeys; ++k) {
       const __m512 key = _mm512_set1_ps(keys[k * kDim + d]);
+      NEEDLE_UNROLL
       for (int g = 0; g < kGroups; ++g) dot[g][k] = _mm512_fmadd_ps(query[g], key, dot[g][k]);
     }
   }
@@ -593,16 +626,21 @@ template <int kGroups, int kKeys>
 NEEDLE_AVX512BF16 void tile_avx512bf16(const uint32_t* packed, const float* weights, int heads_left,
                                        const std::byte* keys, bool first_pass, float* lane_sums) {
   __m512 dot[kGroups][kKeys];
+  NEEDLE_UNROLL
   for (int g = 0; g < kGroups; ++g) {
+    NEEDLE_UNROLL
     for (int k = 0; k < kKeys; ++k) dot[g][k] = _mm512_setzero_ps();
   }
   for (int pair = 0; pair < kDim / 2; ++pair) {
     __m512i query[kGroups];
+    NEEDLE_UNROLL
     for (int g = 0; g < kGroups; ++g) query[g] = _mm512_load_si512(packed + (pair * kGroups + g) * kAvx512Lanes);
+    NEEDLE_UNROLL
     for (int k = 0; k < kKeys; ++k) {
       int both;
       std::memcpy(&both, keys + (k * kDim + 2 * pair) * 2, sizeof both);
       const __m512i key = _mm512_set1_epi32(both);
+      NEEDLE_UNROLL
       for (int g = 0; g < kGroups; ++g) dot[g][k] = _mm512_dpbf16_ps(dot[g][k], (__m512bh)query[g], (__m512bh)key);
     }
   }
