@@ -1,0 +1,433 @@
+// The journeys and the faults with real processes: daemons, clients that are killed and stopped, sockets, mapped memory.
+#include <gtest/gtest.h>
+
+#include "proto/errors.h"
+#include "tests/e2e/processes.h"
+
+namespace needle::testing {
+namespace {
+
+using client::Client;
+using client::Lease;
+using client::Ticket;
+
+constexpr int64_t kPage = 256;  // tokens a page
+constexpr double kReclaimSeconds = 5;  // what is promised after a kill
+
+// Stores `tokens` tokens of words that name `sequence`, sealed.
+void store(Client& client, uint64_t sequence, int64_t tokens) {
+  CallerThread here;
+  absl::StatusOr<Ticket> ticket = client.reserve(SequenceId(sequence), tokens);
+  ASSERT_TRUE(ticket.ok()) << ticket.status();
+  fill_ticket(client, *ticket, sequence);
+  const absl::Status sealed = ticket->seal(tokens, {}, here);
+  ASSERT_TRUE(sealed.ok()) << sealed;
+}
+
+class Pair : public ::testing::Test {
+ protected:
+  void start() {
+    prefill_.know_peer(decode_);
+    decode_.know_peer(prefill_);
+    prefill_.start();
+    decode_.start();
+    ASSERT_TRUE(eventually(20, [&] { return decode_.peer_is("prefill", "up") && prefill_.peer_is("decode", "up"); }));
+  }
+  Folder folder_;
+  DaemonProcess prefill_{folder_, "prefill", DaemonProcess::default_config()};
+  DaemonProcess decode_{folder_, "decode", DaemonProcess::default_config()};
+};
+
+class Single : public ::testing::Test {
+ protected:
+  Folder folder_;
+  DaemonProcess daemon_{folder_, "one", DaemonProcess::default_config()};
+};
+
+TEST_F(Pair, a_sequence_is_stored_shipped_adopted_and_read) {
+  start();
+  auto writer = prefill_.attach("prefill-engine");
+  auto reader = decode_.attach("decode-engine");
+  const int64_t tokens = 5 * kPage + 100;
+  store(*writer, 7, tokens);
+  auto ship = reader->ship("prefill", SequenceId(7), 20'000);
+  ASSERT_TRUE(ship.ok()) << ship.status();
+  absl::StatusOr<Lease> lease = ship->wait();
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  EXPECT_EQ(lease->pages().tokens, tokens);
+  EXPECT_EQ(lease->pages().paged.size(), 6u);
+  EXPECT_TRUE(lease_is(*reader, lease->pages(), 7));
+  EXPECT_TRUE(lease->recheck().ok());
+  auto ticket = reader->adopt(*std::move(lease), SequenceId(8), tokens + kPage);
+  ASSERT_TRUE(ticket.ok()) << ticket.status();
+  EXPECT_GE(ticket->pages().tokens, tokens + kPage);
+  ASSERT_TRUE(ticket->publish(tokens + 8).ok());
+  ASSERT_TRUE(ticket->truncate(tokens + 4).ok());
+  EXPECT_EQ(ticket->tokens_published(), tokens + 4);
+  EXPECT_TRUE(ticket->forfeit().ok());
+  EXPECT_TRUE(eventually(kReclaimSeconds, [&] { return prefill_.at_rest() && decode_.at_rest(); }));
+  prefill_.expect_sums();
+  decode_.expect_sums();
+}
+
+TEST_F(Pair, pages_travel_while_later_ones_are_still_being_stored) {
+  start();
+  auto writer = prefill_.attach();
+  auto reader = decode_.attach();
+  CallerThread here;
+  const int64_t tokens = 8 * kPage;
+  absl::StatusOr<Ticket> ticket = writer->reserve(SequenceId(9), tokens);
+  ASSERT_TRUE(ticket.ok()) << ticket.status();
+  fill_ticket(*writer, *ticket, 9);
+  ASSERT_TRUE(ticket->seal_pages(2 * kPage, {}, here).ok());
+  auto ship = reader->ship("prefill", SequenceId(9), 20'000);
+  ASSERT_TRUE(ship.ok()) << ship.status();
+  EXPECT_TRUE(eventually(10, [&] {
+    const auto view = ship->progress();
+    return view.ok() && view->pages_arrived >= 2 && !view->source_complete;
+  })) << "the first pages did not arrive before the sequence was sealed";
+  ASSERT_TRUE(ticket->seal(tokens, {}, here).ok());
+  absl::StatusOr<Lease> lease = ship->wait();
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  EXPECT_TRUE(lease_is(*reader, lease->pages(), 9));
+}
+
+TEST_F(Single, two_clients_share_the_pages_of_a_common_prefix) {
+  daemon_.start();
+  auto first = daemon_.attach("first");
+  auto second = daemon_.attach("second");
+  CallerThread here;
+  std::vector<int32_t> prompt(3 * kPage);
+  for (size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<int32_t>(i % 1000);
+  const auto names = client::name_pages({"raw", "1", 1, ""}, prompt, kPage);
+  absl::StatusOr<Ticket> ticket = first->reserve(SequenceId(21), 3 * kPage, names);
+  ASSERT_TRUE(ticket.ok()) << ticket.status();
+  fill_ticket(*first, *ticket, 21);
+  const std::vector<PageId> stored = ticket->pages().paged;
+  absl::StatusOr<Lease> kept = ticket->seal_and_keep(3 * kPage, names, here);
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  const auto match = second->lookup(names);
+  ASSERT_TRUE(match.ok()) << match.status();
+  EXPECT_EQ(match->matched_tokens, 3 * kPage);
+  absl::StatusOr<Lease> shared = second->acquire(SequenceId(21));
+  ASSERT_TRUE(shared.ok()) << shared.status();
+  EXPECT_EQ(shared->pages().paged, stored) << "the same pages, not copies";
+  EXPECT_TRUE(lease_is(*second, shared->pages(), 21));
+  EXPECT_EQ(daemon_.occupancy("paged").leased(), 3);
+  // Other tokens, or another tenant, share nothing.
+  const auto other = client::name_pages({"raw", "1", 1, "tenant"}, prompt, kPage);
+  EXPECT_EQ(second->lookup(other)->matched_tokens, 0);
+}
+
+TEST_F(Single, a_read_only_readers_write_ends_that_process_alone) {
+  daemon_.start();
+  auto writer = daemon_.attach();
+  store(*writer, 3, 2 * kPage);
+  ClientProcess reader(folder_, "reader");
+  reader.expect_ok("attach " + daemon_.attach_socket() + " ro");
+  reader.expect_ok("acquire 3");
+  reader.expect_ok("check");
+  reader.say("write_through_read_only_view");
+  EXPECT_EQ(reader.hear(), "") << "the process ends without an answer";
+  const int status = reader.wait();
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV) << status;
+  EXPECT_TRUE(eventually(kReclaimSeconds, [&] { return daemon_.at_rest(); }));
+  absl::StatusOr<Lease> lease = writer->acquire(SequenceId(3));
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  EXPECT_TRUE(lease_is(*writer, lease->pages(), 3)) << "the data is untouched";
+}
+
+TEST_F(Single, another_format_is_refused_with_both_printed) {
+  daemon_.start();
+  client::AttachOptions options = daemon_.attach_options();
+  PresetOptions fp8;
+  fp8.index_k = ElementFormat::kFp8;
+  options.formats = *preset_formats("raw", fp8);
+  options.reconnect = false;
+  const auto client = Client::attach(options);
+  ASSERT_FALSE(client.ok());
+  const std::string message(client.status().message());
+  EXPECT_NE(message.find("element=fp8 "), std::string::npos) << message;
+  EXPECT_NE(message.find("element=bf16"), std::string::npos) << message;
+}
+
+TEST_F(Pair, a_ship_between_different_formats_is_refused) {
+  DaemonProcess other(folder_, "other", DaemonProcess::default_config() + "index_k = \"fp8\"\n");
+  other.know_peer(prefill_);
+  prefill_.start();
+  other.start();
+  auto writer = prefill_.attach();
+  auto reader = other.attach();
+  store(*writer, 5, kPage);
+  ASSERT_TRUE(eventually(20, [&] { return other.peer_is("prefill", "up") || other.peer_is("prefill", "refused"); }));
+  auto ship = reader->ship("prefill", SequenceId(5), 10'000);
+  absl::Status end = ship.status();
+  if (ship.ok()) end = ship->wait().status();
+  EXPECT_TRUE(is_error(end, ErrorCode::kFormatMismatch)) << end;
+  EXPECT_TRUE(eventually(kReclaimSeconds, [&] { return other.at_rest(); }));
+}
+
+TEST_F(Single, a_killed_client_gives_everything_back_within_five_seconds) {
+  daemon_.start();
+  auto writer = daemon_.attach();
+  store(*writer, 30, kPage);
+  ClientProcess victim(folder_, "victim");
+  victim.expect_ok("attach " + daemon_.attach_socket());
+  victim.expect_ok("reserve 31 " + std::to_string(4 * kPage));
+  victim.expect_ok("acquire 30");
+  EXPECT_EQ(daemon_.occupancy("paged").reserved(), 4);
+  EXPECT_EQ(daemon_.occupancy("paged").leased(), 1);
+  victim.kill(SIGKILL);
+  victim.wait();
+  EXPECT_TRUE(eventually(kReclaimSeconds, [&] { return daemon_.at_rest(); }));
+  daemon_.expect_sums();
+}
+
+TEST_F(Single, a_stopped_client_keeps_its_pages_pinned_until_it_wakes_or_dies) {
+  daemon_.start();
+  auto writer = daemon_.attach();
+  ClientProcess victim(folder_, "victim");
+  victim.expect_ok("attach " + daemon_.attach_socket());
+  victim.expect_ok("reserve 41 " + std::to_string(4 * kPage));
+  const v1::Occupancy before = daemon_.occupancy("paged");
+  EXPECT_EQ(before.reserved(), 4);
+  victim.kill(SIGSTOP);
+  ASSERT_TRUE(eventually(10, [&] { return daemon_.occupancy("paged").draining() == 4; })) << "silence revokes";
+  // Ask for everything that is left: the pinned pages must not be among it.
+  const int64_t free_pages = daemon_.occupancy("paged").free();
+  absl::StatusOr<Ticket> rest = writer->reserve(SequenceId(42), free_pages * kPage);
+  ASSERT_TRUE(rest.ok()) << rest.status();
+  const absl::StatusOr<Ticket> more = writer->reserve(SequenceId(43), kPage);
+  EXPECT_TRUE(is_error(more.status(), ErrorCode::kOutOfPages)) << more.status();
+  EXPECT_EQ(daemon_.occupancy("paged").draining(), 4) << "time alone frees nothing of a living process";
+  v1::StatusReply status;
+  ASSERT_TRUE(daemon_.read_status(status));
+  bool pinned = false;
+  for (const auto& session : status.sessions()) pinned = pinned || (session.pid() == victim.pid() && session.pinned_pages() >= 4);
+  EXPECT_TRUE(pinned) << "pinned pages are shown beside the process that pins them";
+  victim.kill(SIGCONT);
+  EXPECT_TRUE(eventually(kReclaimSeconds, [&] { return daemon_.occupancy("paged").draining() == 0; })) << "it wakes, unmaps, acknowledges";
+  EXPECT_TRUE(rest->forfeit().ok());
+  EXPECT_TRUE(eventually(kReclaimSeconds, [&] { return daemon_.at_rest(); }));
+}
+
+TEST_F(Single, out_of_pages_answers_at_once_with_a_hint) {
+  daemon_.start();
+  auto writer = daemon_.attach();
+  const int64_t all = daemon_.occupancy("paged").free();
+  const double begin = steady_seconds();
+  const absl::StatusOr<Ticket> ticket = writer->reserve(SequenceId(50), (all + 1) * kPage);
+  EXPECT_LT(steady_seconds() - begin, 2.0);
+  ASSERT_FALSE(ticket.ok());
+  EXPECT_TRUE(is_error(ticket.status(), ErrorCode::kOutOfPages) || is_error(ticket.status(), ErrorCode::kImpossible)) << ticket.status();
+  absl::StatusOr<Ticket> most = writer->reserve(SequenceId(51), all * kPage);
+  ASSERT_TRUE(most.ok()) << most.status();
+  const absl::StatusOr<Ticket> one_more = writer->reserve(SequenceId(52), kPage);
+  EXPECT_TRUE(is_error(one_more.status(), ErrorCode::kOutOfPages)) << one_more.status();
+  EXPECT_GT(retry_after_ms(one_more.status()), 0);
+  EXPECT_TRUE(most->forfeit().ok());
+  EXPECT_TRUE(writer->reserve(SequenceId(53), kPage).ok());
+}
+
+TEST_F(Single, consumed_and_foreign_handles_are_refused) {
+  daemon_.start();
+  auto writer = daemon_.attach();
+  CallerThread here;
+  absl::StatusOr<Ticket> ticket = writer->reserve(SequenceId(60), kPage);
+  ASSERT_TRUE(ticket.ok());
+  EXPECT_TRUE(ticket->forfeit().ok());
+  EXPECT_TRUE(is_error(ticket->forfeit(), ErrorCode::kConsumed));
+  EXPECT_TRUE(is_error(ticket->seal(kPage, {}, here), ErrorCode::kConsumed));
+  store(*writer, 61, kPage);
+  absl::StatusOr<Lease> lease = writer->acquire(SequenceId(61));
+  ASSERT_TRUE(lease.ok());
+  EXPECT_TRUE(lease->release().ok());
+  EXPECT_TRUE(is_error(lease->release(), ErrorCode::kConsumed));
+  EXPECT_TRUE(is_error(writer->acquire(SequenceId(999)).status(), ErrorCode::kNotFound));
+  // The id of another session's lease, said by this one.
+  auto other = daemon_.attach("other");
+  absl::StatusOr<Lease> theirs = other->acquire(SequenceId(61));
+  ASSERT_TRUE(theirs.ok());
+  const auto channel = grpc::CreateChannel("unix:" + daemon_.grpc_socket(), grpc::InsecureChannelCredentials());
+  v1::Needle::Stub stub(channel);
+  grpc::ClientContext context;
+  v1::LeaseRequest request;
+  request.set_lease(theirs->id().value());
+  v1::Empty reply;
+  const grpc::Status without_rights = stub.Release(&context, request, &reply);
+  EXPECT_FALSE(without_rights.ok()) << "a call without a session's secret";
+  EXPECT_TRUE(theirs->recheck().ok());
+}
+
+TEST_F(Pair, a_killed_source_leaves_the_reader_at_rest) {
+  start();
+  auto writer = prefill_.attach();
+  auto reader = decode_.attach();
+  CallerThread here;
+  absl::StatusOr<Ticket> ticket = writer->reserve(SequenceId(70), 8 * kPage);
+  ASSERT_TRUE(ticket.ok());
+  fill_ticket(*writer, *ticket, 70);
+  ASSERT_TRUE(ticket->seal_pages(4 * kPage, {}, here).ok());
+  auto ship = reader->ship("prefill", SequenceId(70), 4'000);
+  ASSERT_TRUE(ship.ok()) << ship.status();
+  ASSERT_TRUE(eventually(10, [&] {
+    const auto view = ship->progress();
+    return view.ok() && view->pages_arrived > 0;
+  }));
+  prefill_.kill(SIGKILL);
+  prefill_.wait();
+  const absl::StatusOr<Lease> lease = ship->wait();
+  EXPECT_FALSE(lease.ok()) << "an incomplete set is never handed out";
+  EXPECT_TRUE(eventually(kReclaimSeconds, [&] { return decode_.at_rest(); }));
+  decode_.expect_sums();
+}
+
+TEST_F(Pair, a_killed_reader_daemon_leaves_the_source_at_rest) {
+  start();
+  auto writer = prefill_.attach();
+  auto reader = decode_.attach();
+  CallerThread here;
+  absl::StatusOr<Ticket> ticket = writer->reserve(SequenceId(80), 8 * kPage);
+  ASSERT_TRUE(ticket.ok());
+  fill_ticket(*writer, *ticket, 80);
+  ASSERT_TRUE(ticket->seal_pages(4 * kPage, {}, here).ok());
+  auto ship = reader->ship("prefill", SequenceId(80), 10'000);
+  ASSERT_TRUE(ship.ok()) << ship.status();
+  ASSERT_TRUE(eventually(10, [&] {
+    const auto view = ship->progress();
+    return view.ok() && view->pages_arrived > 0;
+  }));
+  decode_.kill(SIGKILL);
+  decode_.wait();
+  ASSERT_TRUE(ticket->seal(8 * kPage, {}, here).ok());
+  // A remote reader's rights end by time alone: its lease, and a second.
+  EXPECT_TRUE(eventually(10, [&] { return prefill_.at_rest(); }));
+  prefill_.expect_sums();
+}
+
+TEST_F(Pair, a_stopped_peer_is_found_by_silence_and_a_restarted_one_has_another_incarnation) {
+  start();
+  auto writer = prefill_.attach();
+  store(*writer, 90, 2 * kPage);
+  prefill_.kill(SIGSTOP);
+  EXPECT_TRUE(eventually(10, [&] { return decode_.peer_is("prefill", "silent"); }));
+  prefill_.kill(SIGCONT);
+  EXPECT_TRUE(eventually(10, [&] { return decode_.peer_is("prefill", "up"); }));
+  prefill_.kill(SIGKILL);
+  prefill_.wait();
+  prefill_.start();
+  EXPECT_TRUE(eventually(20, [&] { return decode_.peer_is("prefill", "up"); }));
+  const absl::StatusOr<Lease> old = writer->acquire(SequenceId(90));
+  EXPECT_FALSE(old.ok()) << "the sequence was lost with its daemon";
+}
+
+TEST_F(Pair, a_cancelled_ship_leaves_nothing) {
+  start();
+  auto writer = prefill_.attach();
+  auto reader = decode_.attach();
+  CallerThread here;
+  absl::StatusOr<Ticket> ticket = writer->reserve(SequenceId(100), 6 * kPage);
+  ASSERT_TRUE(ticket.ok());
+  fill_ticket(*writer, *ticket, 100);
+  ASSERT_TRUE(ticket->seal_pages(3 * kPage, {}, here).ok());
+  auto ship = reader->ship("prefill", SequenceId(100), 10'000);
+  ASSERT_TRUE(ship.ok());
+  EXPECT_TRUE(ship->cancel().ok());
+  EXPECT_TRUE(eventually(kReclaimSeconds, [&] { return decode_.at_rest(); }));
+  EXPECT_TRUE(ticket->forfeit().ok());
+  EXPECT_TRUE(eventually(10, [&] { return prefill_.at_rest(); }));
+  decode_.expect_sums();
+  prefill_.expect_sums();
+}
+
+TEST_F(Single, a_keeper_brings_sealed_pages_and_catalog_through_a_kill) {
+  DaemonProcess keeper(folder_, "keeper", DaemonProcess::default_config());
+  const std::string socket = (folder_.path() / "keeper.sock").string();
+  const pid_t keeper_pid = spawn({NEEDLE_NEEDLED, "--keeper", "--memory-keeper", socket}, -1, -1, (folder_.path() / "keeper.log").string());
+  ASSERT_TRUE(eventually(10, [&] { return std::filesystem::exists(socket); }));
+  daemon_.add_argument("--memory-keeper=" + socket);
+  daemon_.start();
+  auto client = daemon_.attach();
+  store(*client, 110, 3 * kPage);
+  absl::StatusOr<Lease> lease = client->acquire(SequenceId(110));
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  daemon_.kill(SIGKILL);
+  daemon_.wait();
+  daemon_.start();
+  EXPECT_TRUE(eventually(10, [&] {
+    absl::StatusOr<Lease> again = client->acquire(SequenceId(110));
+    return again.ok() && lease_is(*client, again->pages(), 110);
+  })) << "the bytes and their name are still there";
+  EXPECT_TRUE(lease_is(*client, lease->pages(), 110));
+  EXPECT_TRUE(lease->recheck().ok()) << "what was leased is leased again";
+  daemon_.expect_sums();
+  ::kill(keeper_pid, SIGKILL);
+  ::waitpid(keeper_pid, nullptr, 0);
+}
+
+TEST_F(Single, a_shrink_waits_for_every_holder_and_then_is_applied) {
+  daemon_.start();
+  auto writer = daemon_.attach();
+  const int64_t all = daemon_.occupancy("paged").free();
+  absl::StatusOr<Ticket> reserved = writer->reserve(SequenceId(120), (all - 4) * kPage);
+  ASSERT_TRUE(reserved.ok()) << reserved.status();
+  store(*writer, 121, 2 * kPage);
+  absl::StatusOr<Lease> lease = writer->acquire(SequenceId(121));
+  ASSERT_TRUE(lease.ok());
+  ClientProcess stopped(folder_, "stopped");
+  stopped.expect_ok("attach " + daemon_.attach_socket());
+  stopped.expect_ok("acquire 121");
+  v1::ResizeRequest request;
+  request.set_pool_set("default");
+  request.set_budget_bytes(int64_t{64} << 20);
+  v1::ResizeReply reply;
+  grpc::Status status = daemon_.operate(&v1::Operator::Stub::Resize, request, &reply);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(reply.answer(), "DEFERRED");
+  EXPECT_GT(reply.pages_in_use(), 0);
+  stopped.kill(SIGSTOP);
+  EXPECT_TRUE(lease_is(*writer, lease->pages(), 121)) << "what is leased stays readable during the shrink";
+  EXPECT_TRUE(reserved->forfeit().ok());
+  EXPECT_TRUE(lease->release().ok());
+  v1::PoolSetRequest named;
+  named.set_pool_set("default");
+  stopped.kill(SIGKILL);
+  stopped.wait();
+  EXPECT_TRUE(eventually(10, [&] {
+    v1::ResizeReply progress;
+    return daemon_.operate(&v1::Operator::Stub::ResizeStatus, named, &progress).ok() && progress.answer() == "APPLIED";
+  }));
+  EXPECT_LT(daemon_.occupancy("paged").capacity(), all);
+  daemon_.expect_sums();
+}
+
+TEST_F(Single, sigterm_ends_a_daemon_cleanly) {
+  daemon_.start();
+  auto client = daemon_.attach();
+  store(*client, 130, kPage);
+  client.reset();
+  daemon_.kill(SIGTERM);
+  const int status = daemon_.wait();
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
+
+TEST_F(Single, metrics_are_served_and_the_states_sum_up) {
+  daemon_.start();
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(daemon_.metrics_port()));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  const std::string get = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+  ASSERT_EQ(::write(fd, get.data(), get.size()), static_cast<ssize_t>(get.size()));
+  std::string page;
+  char block[4096];
+  for (ssize_t got = 0; (got = ::read(fd, block, sizeof block)) > 0;) page.append(block, static_cast<size_t>(got));
+  ::close(fd);
+  EXPECT_NE(page.find("needle_"), std::string::npos) << page;
+  EXPECT_NE(page.find("# TYPE"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace needle::testing
