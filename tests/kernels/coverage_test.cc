@@ -60,7 +60,7 @@ const Row kRows[] = {
     {"store", kStates, kRowsFormat, "store_battery.h", "any_chunking_gives_the_same_bytes", nullptr},
     {"compressor_state", kStates, kRowsFormat, "store_battery.h", "init_clears_a_record_whatever_it_held", nullptr},
     {"compressor_state", kIndexKeys | kKv, kAllElements, nullptr, nullptr, "pages hold entries, not state records"},
-    {"prepare_index_q", kIndexKeys, kIndexFormats, nullptr, "prepare_index_q", nullptr},
+    {"prepare_index_q", kIndexKeys, kIndexFormats, "prepare_index_q_battery.h", "queries_lie_within_half_a_step", nullptr},
     {"prepare_index_q", kKv | kStates, kAllElements, nullptr, nullptr, "queries are prepared for index keys alone"},
     {"index_logits", kIndexKeys, kIndexFormats, "index_logits_battery.h",
      "agrees_for_every_pair_of_key_and_query_formats", nullptr},
@@ -111,7 +111,7 @@ struct Operation {
 const Operation kOperations[] = {
     {"store", "store", "store_battery.h"},
     {"compressor_state", "compressor_state", "store_battery.h"},
-    {"prepare_index_q", "prepare_index_q", nullptr},
+    {"prepare_index_q", "prepare_index_q", "prepare_index_q_battery.h"},
     {"index_logits", "index_logits", "index_logits_battery.h"},
     {"select_topk", "select_topk", "select_topk_battery.h"},
     {"merge_topk", "select_topk", "select_topk_battery.h"},
