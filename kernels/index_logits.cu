@@ -1,0 +1,121 @@
+// Host side of index_logits_cuda: checks, chooses a kernel by device and host fields, launches once.
+#include "kernels/index_logits.h"
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/index_logits_cuda.h"
+#include "kernels/index_logits_launch.h"
+#include "kernels/launch.cuh"
+#include "kernels/tuning.h"
+
+namespace needle {
+namespace {
+
+using logits::kTileSlots;
+
+#ifdef NEEDLE_HAVE_SM90A
+// cuTensorMapEncodeTiled, looked up at run time: nothing here links against the driver.
+using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                     const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                     CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+absl::StatusOr<EncodeTensorMap> encode_tensor_map() {
+  static const auto found = []() -> absl::StatusOr<EncodeTensorMap> {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult answer = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &answer);
+    if (error != cudaSuccess) return cuda_status(error, "index_logits_cuda: looking up cuTensorMapEncodeTiled");
+    if (answer != cudaDriverEntryPointSuccess || entry == nullptr) {
+      return absl::UnimplementedError("index_logits_cuda: this driver has no cuTensorMapEncodeTiled; it needs 12.0 or later");
+    }
+    return reinterpret_cast<EncodeTensorMap>(entry);
+  }();
+  return found;
+}
+
+// bf16 keys of one layer as a tensor: 128 columns x slots x pages, read in boxes of 64 columns x 64 slots x 1 page,
+// which arrive in the 128-byte swizzle that wgmma reads.
+absl::Status map_keys(const LayerView& keys, CUtensorMap& map) {
+  absl::StatusOr<EncodeTensorMap> encode = encode_tensor_map();
+  if (!encode.ok()) return encode.status();
+  const cuuint64_t extents[3] = {kIndexHeadDim, static_cast<cuuint64_t>(keys.slots_per_page),
+                                 static_cast<cuuint64_t>(keys.page_count)};
+  const cuuint64_t strides[2] = {kIndexHeadDim * 2, static_cast<cuuint64_t>(keys.page_stride)};  // bytes
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(std::min(keys.slots_per_page, kTileSlots)), 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result = (*encode)(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
+                                    const_cast<std::byte*>(keys.base), extents, strides, box, steps,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("index_logits_cuda: cuTensorMapEncodeTiled refused base ", reinterpret_cast<uintptr_t>(keys.base),
+                     ", stride ", keys.page_stride, ", ", keys.slots_per_page, " slots, ", keys.page_count,
+                     " pages: CUresult ", static_cast<int>(result)));
+  }
+  return absl::OkStatus();
+}
+#endif
+
+#ifdef NEEDLE_HAVE_SM90A
+constexpr bool kSm90aCompiled = true;
+#else
+constexpr bool kSm90aCompiled = false;
+#endif
+
+int padded_heads(int heads) { return heads <= 32 ? 32 : heads <= 64 ? 64 : 128; }
+
+}  // namespace
+
+int64_t index_logits_cuda_scratch(const IndexLogitsArgs&) { return 0; }
+
+absl::Status index_logits_cuda(const IndexLogitsArgs& args, void* scratch, int64_t scratch_bytes, void* stream) {
+  (void)scratch;
+  if (scratch_bytes < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("index_logits_cuda: scratch_bytes is ", scratch_bytes));
+  }
+  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+  if (!facts.ok()) return facts.status();
+  return index_logits_cuda_tuned(args, logits_tuning(facts->major, facts->minor, kSm90aCompiled), stream);
+}
+
+absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTuning& tuning, void* stream) {
+  if (absl::Status status = check_index_logits(args); !status.ok()) return status;
+  if (args.query_count == 0 || args.entry_count == 0) return absl::OkStatus();
+  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+  if (!facts.ok()) return facts.status();
+  logits::Plan plan;
+  plan.heads = padded_heads(args.heads);
+  plan.tokens = logits::tokens_a_run(plan.heads, args.query_row != nullptr ? kSpeculativeRowsMax : args.queries_per_row);
+  plan.blocks = tuning.blocks > 0 ? tuning.blocks : facts->multiprocessors;
+  plan.shared_limit = facts->shared_bytes_per_block - tuning.shared_bytes_left;
+  plan.ring_stages_max = tuning.ring_stages_max;
+  const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  const ElementFormat element = args.keys.element;
+#ifdef NEEDLE_HAVE_SM90A
+  if (tuning.wgmma) {
+    CUtensorMap key_map{};
+    if (element == ElementFormat::kBf16 && args.keys.page_count > 0) {
+      if (absl::Status status = map_keys(args.keys, key_map); !status.ok()) return status;
+    }
+    return element == ElementFormat::kBf16  ? logits::launch_sm90_bf16(plan, args, key_map, cuda_stream)
+           : element == ElementFormat::kFp8 ? logits::launch_sm90_fp8(plan, args, key_map, cuda_stream)
+                                            : logits::launch_sm90_fp4(plan, args, key_map, cuda_stream);
+  }
+#else
+  if (tuning.wgmma) {
+    return absl::UnimplementedError("index_logits_cuda: wgmma was asked for, but this build has no sm_90a: add 90a-real to "
+                                    "NEEDLE_CUDA_ARCHITECTURES");
+  }
+#endif
+  return element == ElementFormat::kBf16  ? logits::launch_mma_bf16(plan, args, cuda_stream)
+         : element == ElementFormat::kFp8 ? logits::launch_mma_fp8(plan, args, cuda_stream)
+                                          : logits::launch_mma_fp4(plan, args, cuda_stream);
+}
+
+}  // namespace needle

@@ -1,0 +1,424 @@
+// What both index_logits kernels share: how the work is cut, how a query is read, how a score is finished and written.
+//
+// What must stay true:
+//  1. A *tile* is up to 64 neighbouring slots of one page; a *run* is up to kTokens neighbouring queries of one page-table
+//     row, scored together against each of its tiles. The work is the list of all (run, tile), in order; block b of G
+//     takes a piece of total / G tiles (or one more), which it finds from device-side lengths by itself. No grid and
+//     no launch depends on a length.
+//  2. A score is a function of q, weights and one key: 8 steps of 16 in the matrix unit, then in each lane the heads in
+//     ascending order in two chains (even and odd columns), then lanes (0 + 1) + (2 + 3). Nothing else enters.
+//  3. Only scores of visible entries are written; a tile past every visible length of its run is not loaded.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "kernels/hopper.cuh"
+#include "kernels/index_logits.h"
+#include "kernels/index_logits_launch.h"
+
+namespace needle::logits {
+
+// ---------------------------------------------------------------------------------------------------------------
+// Work.
+
+struct Run {
+  int token = 0;      // first query
+  int count = 0;      // queries, 1..kTokens; 0: there are no more
+  int row = 0;        // page-table row; -1 where query_row names none
+  int64_t tiles = 0;  // tiles up to the longest visible length of the run, within the chunk
+};
+
+__device__ __forceinline__ int row_of_query(const IndexLogitsArgs& args, int token) {
+  return args.query_row != nullptr ? args.query_row[token] : token / args.queries_per_row;
+}
+
+// Entries of the chunk that the query sees.
+__device__ __forceinline__ int64_t visible_entries(const IndexLogitsArgs& args, int token) {
+  const int64_t visible = args.visible[token] - args.entry_begin;
+  return visible < 0 ? 0 : visible > args.entry_count ? args.entry_count : visible;
+}
+
+__device__ __forceinline__ int64_t tiles_of_entries(const IndexLogitsArgs& args, int64_t entries) {
+  const int slots = args.keys.slots_per_page;
+  if (slots == kTileSlots) return (entries + kTileSlots - 1) >> 6;
+  const int tiles_a_page = (slots + kTileSlots - 1) / kTileSlots;
+  return entries / slots * tiles_a_page + (entries % slots + kTileSlots - 1) / kTileSlots;
+}
+
+// The run that begins at `token`; count 0 where `token` continues a run that began before it.
+template <int kTokens>
+__device__ __forceinline__ Run run_at(const IndexLogitsArgs& args, int token) {
+  Run run;
+  run.token = token;
+  const int row = row_of_query(args, token);
+  int end;  // first token after the run
+  if (args.query_row == nullptr) {
+    const int within = token % args.queries_per_row;
+    if (within % kTokens != 0) return run;
+    end = min(token + kTokens, token - within + args.queries_per_row);
+  } else {
+    if (token % kTokens != 0 && args.query_row[token - 1] == row) return run;
+    end = (token / kTokens + 1) * kTokens;
+  }
+  end = min(end, args.query_count);
+  int64_t entries = visible_entries(args, token);
+  int count = 1;
+  for (; token + count < end; ++count) {
+    if (args.query_row != nullptr && args.query_row[token + count] != row) break;
+    const int64_t other = visible_entries(args, token + count);
+    entries = other > entries ? other : entries;
+  }
+  run.count = count;
+  run.row = row >= 0 && row < args.pages.rows ? row : -1;
+  run.tiles = tiles_of_entries(args, entries);
+  return run;
+}
+
+// A block's piece of the work, walked run by run. Each role of the block walks its own copy.
+struct Piece {
+  Run run;
+  int64_t tile = 0;   // first tile of the run that belongs to the piece
+  int64_t left = 0;   // tiles from there to the end of the piece, over all runs
+};
+
+__device__ __forceinline__ int64_t tiles_here(const Piece& piece) {
+  const int64_t rest = piece.run.tiles - piece.tile;
+  return rest < piece.left ? rest : piece.left;
+}
+// To the next run that has tiles. Call only after tiles_here() tiles were taken, while tiles are left.
+template <int kTokens>
+__device__ __forceinline__ void next_run(const IndexLogitsArgs& args, Piece& piece) {
+  piece.left -= tiles_here(piece);
+  piece.tile = 0;
+  if (piece.left <= 0) return;
+  do {
+    piece.run = run_at<kTokens>(args, piece.run.token + piece.run.count);
+  } while (piece.run.tiles == 0);
+}
+
+// All threads of the block: finds this block's piece. `sums` is one int64 a warp, `found` where the answer lands.
+template <int kTokens, int kThreads>
+__device__ __forceinline__ Piece find_piece(const IndexLogitsArgs& args, int64_t* sums, Piece* found) {
+  const int each = (args.query_count + kThreads - 1) / kThreads;
+  const int first = min(static_cast<int>(threadIdx.x) * each, args.query_count);
+  const int last = min(first + each, args.query_count);
+  int64_t mine = 0;
+  for (int token = first; token < last; ++token) mine += run_at<kTokens>(args, token).tiles;
+  int64_t before = mine;  // inclusive scan over the lanes
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  for (int step = 1; step < 32; step *= 2) {
+    const int64_t other = __shfl_up_sync(0xFFFFFFFFu, before, step);
+    if (lane >= step) before += other;
+  }
+  if (lane == 31) sums[warp] = before;
+  if (threadIdx.x == 0) found->left = 0;
+  __syncthreads();
+  int64_t total = 0;
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) before += sums[w];
+    total += sums[w];
+  }
+  before -= mine;
+  // Pieces differ by one tile at most. One 32-bit division wherever the total fits, as a 64-bit one costs a block's start.
+  const int64_t each_piece = total <= 0x7FFFFFFF ? static_cast<int64_t>(static_cast<uint32_t>(total) / gridDim.x)
+                                                 : total / gridDim.x;
+  const int64_t longer = total - each_piece * gridDim.x;  // pieces that take one more
+  const int64_t begin = each_piece * blockIdx.x + min(static_cast<int64_t>(blockIdx.x), longer);
+  const int64_t end = begin + each_piece + (blockIdx.x < longer ? 1 : 0);
+  if (begin < end && begin >= before && begin < before + mine) {
+    int64_t at = before;
+    for (int token = first;; ++token) {
+      const Run run = run_at<kTokens>(args, token);
+      if (begin < at + run.tiles) {
+        *found = Piece{run, begin - at, end - begin};
+        break;
+      }
+      at += run.tiles;
+    }
+  }
+  __syncthreads();
+  return *found;
+}
+
+// Where tile `tile` of a row lies: table column, first slot in the page, first entry of the chunk, slots in the tile.
+struct TilePlace {
+  int64_t column = 0;
+  int64_t entry = 0;  // relative to entry_begin
+  int slot = 0;
+  int slots = 0;
+};
+__device__ __forceinline__ TilePlace place_of_tile(const IndexLogitsArgs& args, int64_t first_column, int64_t tile) {
+  const int slots = args.keys.slots_per_page;
+  if (slots == kTileSlots) return {first_column + tile, tile * kTileSlots, 0, kTileSlots};
+  const int tiles_a_page = (slots + kTileSlots - 1) / kTileSlots;
+  const int64_t page = tile / tiles_a_page;
+  const int slot = static_cast<int>(tile % tiles_a_page) * kTileSlots;
+  return {first_column + page, page * slots + slot, slot, min(kTileSlots, slots - slot)};
+}
+// The page id at a column of a row, kNoPage where the table has none or the pool has no such page.
+__device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, int row, int64_t column) {
+  if (row < 0 || column >= args.pages.pages_per_row) return kNoPage;
+  const int32_t page = __ldg(args.pages.pages + row * args.pages.row_stride + column);
+  return page >= 0 && page < args.keys.page_count ? page : kNoPage;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Queries. Elements 2 p and 2 p + 1 of head `head` of query `token` as numbers.
+
+__device__ __forceinline__ float float_of_bf16_bits(uint32_t bits) { return __uint_as_float(bits << 16); }
+
+__device__ __forceinline__ float2 float2_of_e4m3x2(uint16_t codes) {
+  const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3);
+  return __half22float2(__half2(halves));
+}
+__device__ __forceinline__ float float_of_e2m1_code(uint32_t code) {
+  const float magnitude = (code & 6u) == 0 ? 0.5f * static_cast<float>(code & 1u)
+                                           : __uint_as_float(((126u + ((code >> 1) & 3u)) << 23) | ((code & 1u) << 22));
+  return (code & 8u) != 0 ? -magnitude : magnitude;
+}
+__device__ __forceinline__ float float_of_ue8m0_code(uint32_t code) {
+  return code == 255u ? __uint_as_float(0x7FC00000u) : code == 0u ? __uint_as_float(0x00400000u) : __uint_as_float(code << 23);
+}
+
+template <QueryElement kQuery>
+__device__ __forceinline__ float2 query_pair(const IndexLogitsArgs& args, int64_t vector, int pair) {
+  if constexpr (kQuery == QueryElement::kBf16) {
+    const uint32_t bits = __ldg(static_cast<const uint32_t*>(args.q) + vector * (kIndexHeadDim / 2) + pair);
+    return {float_of_bf16_bits(bits & 0xFFFFu), float_of_bf16_bits(bits >> 16)};
+  } else if constexpr (kQuery == QueryElement::kFp8) {
+    return float2_of_e4m3x2(__ldg(static_cast<const uint16_t*>(args.q) + vector * (kIndexHeadDim / 2) + pair));
+  } else {
+    const uint32_t codes = __ldg(static_cast<const uint8_t*>(args.q) + vector * (kIndexHeadDim / 2) + pair);
+    const float scale = float_of_ue8m0_code(__ldg(args.q_scale + vector * (kIndexHeadDim / 32) + pair / 16));
+    return {float_of_e2m1_code(codes & 15u) * scale, float_of_e2m1_code(codes >> 4) * scale};
+  }
+}
+__device__ __forceinline__ float2 query_pair(const IndexLogitsArgs& args, int64_t vector, int pair) {
+  switch (args.q_element) {
+    case QueryElement::kFp8: return query_pair<QueryElement::kFp8>(args, vector, pair);
+    case QueryElement::kFp4: return query_pair<QueryElement::kFp4>(args, vector, pair);
+    default: return query_pair<QueryElement::kBf16>(args, vector, pair);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Keys as matrix operands. A lane reads 16-byte chunks of its two rows and feeds them to the matrix unit in the order
+// in which they lie; the query is permuted to match, so the dot product is the same sum over the same pairs.
+//
+// Step s of 8, lane t of a quad, takes element_of(s, t, 0..3): the first two as k = 2t, 2t + 1, the last two as
+// k = 2t + 8, 2t + 9.
+
+template <ElementFormat kKeys>
+struct KeyTraits;
+
+template <>
+struct KeyTraits<ElementFormat::kBf16> {
+  static constexpr bool kHalf = false;                        // matrix element: f16 if true, bf16 if false
+  static constexpr int kTileBytes = kTileSlots * 256;         // values of a whole tile
+  static constexpr int kStageBytes = kTileBytes;
+  // chunks t, t + 4, t + 8, t + 12 of 8 elements, two steps each
+  __device__ static constexpr int element_of(int step, int t, int i) { return 8 * (t + 4 * (step / 2)) + 4 * (step % 2) + i; }
+};
+template <>
+struct KeyTraits<ElementFormat::kFp8> {
+  static constexpr bool kHalf = true;  // e4m3 -> f16 is exact and one instruction
+  static constexpr int kTileBytes = kTileSlots * 128;
+  static constexpr int kStageBytes = kTileBytes + kTileSlots * 4;
+  // chunks t, t + 4 of 16 elements, four steps each
+  __device__ static constexpr int element_of(int step, int t, int i) { return 16 * (t + 4 * (step / 4)) + 4 * (step % 4) + i; }
+};
+template <>
+struct KeyTraits<ElementFormat::kFp4> {
+  static constexpr bool kHalf = false;  // e2m1 x 2^n is exact in bf16, whose exponents reach as far as the scale's
+  static constexpr int kTileBytes = kTileSlots * 64;
+  static constexpr int kStageBytes = kTileBytes + kTileSlots * 4;
+  // chunk t of 32 elements, which is also scale block t
+  __device__ static constexpr int element_of(int step, int t, int i) { return 32 * t + 4 * step + i; }
+};
+
+__device__ __forceinline__ uint32_t half2_of_e4m3x2(uint32_t codes) {
+  const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3);
+  return static_cast<uint32_t>(halves.x) | (static_cast<uint32_t>(halves.y) << 16);
+}
+// Four e2m1 codes in the low 16 bits -> two bf16 pairs, times `scale` (a bf16 power of two in both halves).
+__device__ __forceinline__ void bf16_of_e2m1x4(uint32_t codes, uint32_t scale, uint32_t& first, uint32_t& second) {
+  // bf16 of 0 .5 1 1.5 2 3 4 6, low bytes and high bytes, looked up by the magnitude bits
+  const uint32_t select = codes & 0x7777u;
+  const uint32_t low = __byte_perm(0xC0800000u, 0xC0804000u, select);
+  const uint32_t high = __byte_perm(0x3F3F3F00u, 0x40404040u, select);
+  first = __byte_perm(low, high, 0x5140u) | ((codes << 12) & 0x8000u) | ((codes << 24) & 0x80000000u);
+  second = __byte_perm(low, high, 0x7362u) | ((codes << 4) & 0x8000u) | ((codes << 16) & 0x80000000u);
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(first) : "r"(scale));
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(second) : "r"(scale));
+}
+__device__ __forceinline__ uint32_t bf16_scale_of_ue8m0(uint32_t code) {  // 2^(code - 127) twice; 255 is NaN
+  const uint32_t one = code == 255u ? 0x7FC0u : code == 0u ? 0x0040u : code << 7;
+  return one | (one << 16);
+}
+
+// The A operand of a tile that lies in shared memory as it lies in its page: rows `row` and `row + 8` of this lane,
+// converted exactly.
+template <ElementFormat kKeys>
+__device__ __forceinline__ void read_keys(const std::byte* tile, int row, int t, uint32_t (&a)[8][4]) {
+  if constexpr (kKeys == ElementFormat::kBf16) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 low = *reinterpret_cast<const uint4*>(tile + row * 256 + (t + 4 * i) * 16);
+      const uint4 high = *reinterpret_cast<const uint4*>(tile + (row + 8) * 256 + (t + 4 * i) * 16);
+      const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
+      const uint32_t highs[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {  // words 0 and 1 are step 2 i, words 2 and 3 step 2 i + 1
+        a[2 * i + w / 2][2 * (w % 2)] = lows[w];
+        a[2 * i + w / 2][2 * (w % 2) + 1] = highs[w];
+      }
+    }
+  } else if constexpr (kKeys == ElementFormat::kFp8) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 low = *reinterpret_cast<const uint4*>(tile + row * 128 + (t + 4 * i) * 16);
+      const uint4 high = *reinterpret_cast<const uint4*>(tile + (row + 8) * 128 + (t + 4 * i) * 16);
+      const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
+      const uint32_t highs[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        a[4 * i + w][0] = half2_of_e4m3x2(lows[w] & 0xFFFFu);
+        a[4 * i + w][1] = half2_of_e4m3x2(highs[w] & 0xFFFFu);
+        a[4 * i + w][2] = half2_of_e4m3x2(lows[w] >> 16);
+        a[4 * i + w][3] = half2_of_e4m3x2(highs[w] >> 16);
+      }
+    }
+  } else {
+    const uint4 low = *reinterpret_cast<const uint4*>(tile + row * 64 + t * 16);
+    const uint4 high = *reinterpret_cast<const uint4*>(tile + (row + 8) * 64 + t * 16);
+    const std::byte* scales = tile + KeyTraits<kKeys>::kTileBytes;
+    const uint32_t low_scale = bf16_scale_of_ue8m0(static_cast<uint32_t>(scales[row * 4 + t]));
+    const uint32_t high_scale = bf16_scale_of_ue8m0(static_cast<uint32_t>(scales[(row + 8) * 4 + t]));
+    const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
+    const uint32_t highs[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      bf16_of_e2m1x4(lows[s / 2] >> (16 * (s % 2)), low_scale, a[s][0], a[s][2]);
+      bf16_of_e2m1x4(highs[s / 2] >> (16 * (s % 2)), high_scale, a[s][1], a[s][3]);
+    }
+  }
+}
+
+// The power of two that a head of queries is multiplied by where the matrix element is f16, and its inverse for the head's
+// weight. f16 then keeps every bf16 number exactly that lies within 2^-31 of the head's largest (brought to 2^14); what is
+// below is cut at 2^-39 of it, far under the fp32 sum's own rounding.
+struct QueryScale {
+  float scale, inverse;
+};
+__device__ __forceinline__ QueryScale scale_of_largest(float largest) {
+  int power = 14 - (static_cast<int>(__float_as_uint(largest) >> 23) - 127);
+  power = largest == 0.0f ? 0 : min(max(power, -113), 126);
+  return {__uint_as_float(static_cast<uint32_t>(127 + power) << 23), __uint_as_float(static_cast<uint32_t>(127 - power) << 23)};
+}
+// Two query elements as one word of the matrix element. bf16 holds bf16, fp8 and fp4 x 2^n exactly.
+template <bool kHalf>
+__device__ __forceinline__ uint32_t query_word(float2 pair, float scale) {
+  if constexpr (kHalf) {
+    const __half2 halves = __floats2half2_rn(pair.x * scale, pair.y * scale);
+    return reinterpret_cast<const uint32_t&>(halves);
+  } else {
+    const __nv_bfloat162 halves = __floats2bfloat162_rn(pair.x, pair.y);
+    return reinterpret_cast<const uint32_t&>(halves);
+  }
+}
+__device__ __forceinline__ float larger_finite(float largest, float2 pair) {
+  if (isfinite(pair.x)) largest = fmaxf(largest, fabsf(pair.x));
+  if (isfinite(pair.y)) largest = fmaxf(largest, fabsf(pair.y));
+  return largest;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Scores.
+
+__device__ __forceinline__ float relu(float value) {  // passes NaN
+  asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(value));
+  return value;
+}
+
+// Sum of one token's heads in one lane, for its two rows: even and odd columns apart, heads ascending.
+struct HeadSums {
+  float low_even = 0, low_odd = 0, high_even = 0, high_odd = 0;
+  __device__ __forceinline__ float2 rows() const { return {low_even + low_odd, high_even + high_odd}; }
+};
+// Adds the next kColumns columns. d[4 j + 2 i + b] is row g + 8 i, column 8 j + 2 t + b; weight_of(j) are the weights of
+// columns 8 j + 2 t and the next.
+template <int kColumns, class WeightOf>
+__device__ __forceinline__ void add_heads(HeadSums& sums, const float* d, const WeightOf& weight_of) {
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const float2 weight = weight_of(j);
+    sums.low_even = __fmaf_rn(weight.x, relu(d[4 * j]), sums.low_even);
+    sums.low_odd = __fmaf_rn(weight.y, relu(d[4 * j + 1]), sums.low_odd);
+    sums.high_even = __fmaf_rn(weight.x, relu(d[4 * j + 2]), sums.high_even);
+    sums.high_odd = __fmaf_rn(weight.y, relu(d[4 * j + 3]), sums.high_odd);
+  }
+}
+// Columns past the last head are products with zero, but an infinite key makes them NaN: they must not enter the sum.
+// d is `kColumns` columns of tokens padded to kHeads columns each, the first of them column `first`.
+template <int kColumns, int kHeads>
+__device__ __forceinline__ void clear_padding(float* d, int heads, int first = 0) {
+  if (heads == kHeads) return;
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      if ((first + 8 * j + 2 * t + b) % kHeads >= heads) d[4 * j + b] = d[4 * j + 2 + b] = 0.0f;
+    }
+  }
+}
+// Sums over the quad with two shuffles for two rows: lanes with even t end with the low row, odd t with the high one.
+__device__ __forceinline__ float sum_quad(float2 rows) {
+  const bool odd = (threadIdx.x & 1) != 0;
+  float keep = odd ? rows.y : rows.x;
+  const float give = odd ? rows.x : rows.y;
+  keep += __shfl_xor_sync(0xFFFFFFFFu, give, 1);
+  keep += __shfl_xor_sync(0xFFFFFFFFu, keep, 2);
+  return keep;
+}
+
+// The same for two tokens with three shuffles: lanes t = 0, 1 end with `first`, t = 2, 3 with `second`.
+__device__ __forceinline__ float sum_quad_two(float2 first, float2 second) {
+  const bool odd = (threadIdx.x & 1) != 0;
+  const bool upper = (threadIdx.x & 2) != 0;
+  float one = odd ? first.y : first.x;
+  float two = odd ? second.y : second.x;
+  one += __shfl_xor_sync(0xFFFFFFFFu, odd ? first.x : first.y, 1);
+  two += __shfl_xor_sync(0xFFFFFFFFu, odd ? second.x : second.y, 1);
+  return (upper ? two : one) + __shfl_xor_sync(0xFFFFFFFFu, upper ? one : two, 2);
+}
+
+__device__ __noinline__ inline void report_left_out(OpReport* report, uint32_t status, uint32_t nans, uint32_t absent) {
+  if (report == nullptr) return;
+  atomicOr(&report->status, status);
+  if (nans != 0) atomicAdd(reinterpret_cast<unsigned long long*>(&report->nan_scores), static_cast<unsigned long long>(nans));
+  if (absent != 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&report->absent_entries), static_cast<unsigned long long>(absent));
+  }
+}
+
+// Writes one score; NaN in its one pattern, and counted.
+__device__ __forceinline__ void write_score(const IndexLogitsArgs& args, int64_t place, float score) {
+  if (score != score) {
+    score = __uint_as_float(kNanScoreBits);
+    report_left_out(args.report, kStatusNanScore, 1, 0);
+  }
+  args.scores[place] = score;
+}
+// Writes one entry of an absent page.
+__device__ __forceinline__ void write_absent(const IndexLogitsArgs& args, int64_t place, bool in_table) {
+  args.scores[place] = __uint_as_float(kAbsentScoreBits);
+  report_left_out(args.report, kStatusAbsentPage | (in_table ? 0u : kStatusBadPageTable), 0, 1);
+}
+
+}  // namespace needle::logits
