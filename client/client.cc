@@ -257,7 +257,8 @@ absl::Status Ticket::add_full_pages(int64_t tokens, std::span<const PageName> na
   if (!sums.ok()) return sums.status();
   for (size_t i = 0; i < range.size(); ++i) {
     const size_t position = static_cast<size_t>(first) + i;
-    const PageName name = position < names.size() ? names[position] : PageName{};
+    // A page that the caller does not name gets a name that nobody can ask for.
+    const PageName name = position < names.size() ? names[position] : PageName{Session::random_id(), Session::random_id()};
     out->add_name_high(name.high);
     out->add_name_low(name.low);
     out->add_checksum((*sums)[i]);
@@ -267,6 +268,9 @@ absl::Status Ticket::add_full_pages(int64_t tokens, std::span<const PageName> na
 
 absl::Status Ticket::seal_pages(int64_t tokens, std::span<const PageName> names, Workers& workers) {
   if (absl::Status status = alive(); !status.ok()) return status;
+  if (tokens > published_) {
+    if (absl::Status status = publish(tokens); !status.ok()) return status;  // only what is published may be sealed
+  }
   v1::SealPagesRequest request;
   request.set_ticket(id_.value());
   if (absl::Status status = add_full_pages(tokens, names, workers, request.mutable_pages()); !status.ok()) return status;

@@ -120,8 +120,8 @@ class Ticket {
   absl::Status publish(int64_t tokens);   // this process may read its own pages up to here
   absl::Status truncate(int64_t tokens);  // takes back published tokens that were not sealed
 
-  // Seals the next full pages in order. `names` may be shorter than the pages: the rest stay unnamed. Computes each
-  // page's checksum here, in the writer's process, before the daemon is told.
+  // Seals the next full pages in order. `names` may be shorter than the pages: the rest get random names, so that no
+  // prefix finds them. Computes each page's checksum here, in the writer's process, before the daemon is told.
   absl::Status seal_pages(int64_t tokens, std::span<const PageName> names, Workers& workers);
 
   // Ends the ticket: the sequence of `tokens` becomes readable as one unit. Its remaining full pages, the partial one,
