@@ -767,10 +767,10 @@ inline void refuses_bad_arguments_before_it_writes(const LogitsTwin& twin) {
 // Decode: one to eight query tokens a sequence, each with its own length.
 inline void scores_several_query_tokens_a_sequence(const LogitsTwin& twin) {
   for (int tokens = 1; tokens <= 8; ++tokens) {
-    for (int heads : {16, 64, 128}) {
+    for (int heads : {16, 80}) {  // at most 64 heads four queries are packed together, beyond it two
       SCOPED_TRACE(absl::StrCat(tokens, " tokens, ", heads, " heads"));
       LogitsShape shape;
-      shape.rows = 3;
+      shape.rows = 2;
       shape.heads = heads;
       shape.queries_per_row = tokens;
       LogitsProblem problem(shape, 25);
