@@ -123,6 +123,7 @@ absl::StatusOr<ResizeProgress> answer(State& s, const Resize& r) { return resize
 absl::StatusOr<ResizeProgress> answer(State& s, const ResizeStatus& r) { return resize::status(s, r); }
 absl::StatusOr<ResizeProgress> answer(State& s, const ResizeAbort& r) { return resize::abort(s, r); }
 absl::StatusOr<Evict::Reply> answer(State& s, const Evict& r) { return evict::evict(s, r); }
+absl::StatusOr<ListSequences::Reply> answer(State& s, const ListSequences& r) { return evict::list_sequences(s, r); }
 absl::StatusOr<Nothing> answer(State& s, const Drain&) { return evict::drain(s); }
 absl::StatusOr<Snapshot> answer(State& s, const Status&) { return snapshot_of(s); }
 absl::StatusOr<Nothing> answer(State& s, const Audit&) {
@@ -165,6 +166,16 @@ int64_t Core::metadata_bytes(const CoreOptions& options) {
     for (const PoolShape& shape : set.shapes) bytes += Pool::pages_max(shape) * RecordTable::kBytesPerPage;
   }
   return bytes;
+}
+
+int64_t Core::page_words_offset(const CoreOptions& options, PoolId pool) {
+  int64_t offset = pools_offset(options);
+  for (uint32_t before = 0; before < pool.value(); ++before) offset += page_count_max(options, PoolId(before)) * RecordTable::kBytesPerPage;
+  return offset;
+}
+
+int64_t Core::page_count_max(const CoreOptions& options, PoolId pool) {
+  return Pool::pages_max(options.sets[set_of(pool).value()].shapes[static_cast<size_t>(kind_of(pool))]);
 }
 
 absl::StatusOr<std::unique_ptr<Core>> Core::start(const CoreOptions& options, const Environment& environment) {

@@ -39,6 +39,9 @@ class Core {
  public:
   // Bytes that the metadata region must have for these options: pages x (word + record) + sessions + header.
   static int64_t metadata_bytes(const CoreOptions& options);
+  // Where a pool's page words lie in that region (pool/page_record.h), and how many there are: clients map them.
+  static int64_t page_words_offset(const CoreOptions& options, PoolId pool);
+  static int64_t page_count_max(const CoreOptions& options, PoolId pool);
 
   // Rebuilds pools and catalog from the metadata region when it holds a valid one of the same layout, else formats it.
   // Then asks memory for the chunks that the budget wants and that are missing; they arrive by ChunkAllocated.

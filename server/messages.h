@@ -337,6 +337,20 @@ struct Evict {  // up to `pages` idle pages of the paged pool, or one sequence
   int64_t pages = 0;
   SequenceId sequence;
 };
+struct ListSequences {  // sealed sequences, latest used first
+  struct Row {
+    SequenceId sequence;
+    int64_t tokens = 0;
+    int64_t pages = 0;   // of all kinds
+    int64_t leases = 0;
+  };
+  struct Reply {
+    int64_t total = 0;
+    std::vector<Row> rows;  // at most count_max
+  };
+  PoolSetId set;
+  int64_t count_max = 0;
+};
 struct Drain {  // takes nothing new from now on; what is open goes on to its end
   using Reply = Nothing;
 };
@@ -496,7 +510,7 @@ using Message =
                  Call<Lookup>, Call<Acquire>, Call<Release>, Call<Recheck>, Call<Reserve>, Call<Extend>, Call<Publish>,
                  Call<Truncate>, Call<SealPages>, Call<SealResumePoint>, Call<Seal>, Call<Forfeit>, Call<Adopt>,
                  Call<ShipStart>, Call<ShipProgress>, Call<ShipWait>, Call<ShipCancel>, Call<Resize>, Call<ResizeStatus>,
-                 Call<ResizeAbort>, Call<Evict>, Call<Drain>, Call<Status>, Call<Audit>, PeerMessage, ChunkAllocated,
+                 Call<ResizeAbort>, Call<Evict>, Call<ListSequences>, Call<Drain>, Call<Status>, Call<Audit>, PeerMessage, ChunkAllocated,
                  TransportReady, Tick>;
 
 }  // namespace needle::server

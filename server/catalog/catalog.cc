@@ -156,6 +156,14 @@ void Catalog::drop_sequence(SequenceId sequence) {
   if (!stored.partial.index.is_none()) drop_page(PoolKind::kPaged, stored.partial);
 }
 
+std::vector<const StoredSequence*> Catalog::latest_sequences(int64_t count_max) const {
+  std::vector<const StoredSequence*> latest;
+  for (auto age = sequence_ages_.rbegin(); age != sequence_ages_.rend() && static_cast<int64_t>(latest.size()) < count_max; ++age) {
+    latest.push_back(sequence(*age));
+  }
+  return latest;
+}
+
 void Catalog::touch_sequence(SequenceId sequence) {
   StoredSequence& stored = sequences_.at(sequence);
   stored.last_use = next_use();

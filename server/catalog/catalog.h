@@ -82,6 +82,7 @@ class Catalog {
   StoredSequence take_sequence(SequenceId sequence);  // out of the catalog, pages untouched; the caller undoes its commit
   void touch_sequence(SequenceId sequence);
   int64_t sequences() const { return static_cast<int64_t>(sequences_.size()); }
+  std::vector<const StoredSequence*> latest_sequences(int64_t count_max) const;
 
   // --- eviction: makes `count` pages of a pool free if idle pages allow it. All or nothing is the caller's reserve().
   bool make_room(PoolKind kind, int64_t count);

@@ -28,6 +28,24 @@ absl::StatusOr<Evict::Reply> evict(State& state, const Evict& request) {
   return Evict::Reply{paged.free_pages() - free_before};
 }
 
+absl::StatusOr<ListSequences::Reply> list_sequences(State& state, const ListSequences& request) {
+  if (request.set.value() >= state.sets.size()) {
+    return make_error(ErrorCode::kNotFound, "pool set " + std::to_string(request.set.value()) + " does not exist");
+  }
+  if (request.count_max < 1 || request.count_max > state.options.pages_per_request_max) {
+    return make_error(ErrorCode::kInvalid, "count_max is " + std::to_string(request.count_max) + ", allowed are 1 to " +
+                                               std::to_string(state.options.pages_per_request_max));
+  }
+  PoolSet& set = state.set(request.set);
+  ListSequences::Reply reply;
+  reply.total = set.catalog->sequences();
+  for (const StoredSequence* stored : set.catalog->latest_sequences(request.count_max)) {
+    const int64_t pages = static_cast<int64_t>(stored->full.size() + stored->window.size()) + (stored->partial.index.is_none() ? 0 : 1) + 1;
+    reply.rows.push_back({stored->sequence, stored->tokens, pages, set.pool(PoolKind::kState).info(stored->state.index).leases});
+  }
+  return reply;
+}
+
 absl::StatusOr<Nothing> drain(State& state) {
   state.stopping = true;
   return Nothing{};
