@@ -213,10 +213,12 @@ void HostMemory::serve() {
     Work work;
     {
       std::unique_lock<std::mutex> hold(mutex_);
+      busy_ = false;
       wake_.wait(hold, [this] { return stopping_ || !work_.empty(); });
       if (stopping_) return;
       work = work_.front();
       work_.pop_front();
+      busy_ = true;
     }
     Place& place = pools_[work.pool.value()];
     if (work.free) {
@@ -322,6 +324,11 @@ void HostMemory::unmap_chunk(const Place& place, ChunkIndex chunk) {
   void* address = place.base + int64_t{chunk.value()} * bytes;
   void* reserved = ::mmap(address, static_cast<size_t>(bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   NEEDLE_CHECK(reserved == address, "a reserved range can always be reserved again");
+}
+
+bool HostMemory::idle() const {
+  std::lock_guard<std::mutex> hold(mutex_);
+  return work_.empty() && !busy_;
 }
 
 int64_t HostMemory::chunks_with(PageBacking backing) const {

@@ -76,6 +76,7 @@ class HostMemory final : public Memory {
   std::byte* base(PoolId pool) const { return pools_[pool.value()].base; }
   std::shared_ptr<const ChunkFiles> files(PoolId pool, ChunkIndex chunk) const;  // null when absent
 
+  bool idle() const;  // everything that was asked for was answered
   int64_t chunks_with(PageBacking backing) const;
   std::string description() const;  // "16 chunks: 2 reserved_2m, 14 plain; not bound; keeper PATH"
   void keep_all() const;            // tells the store everything again, after it was replaced
@@ -109,6 +110,7 @@ class HostMemory final : public Memory {
   mutable std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Work> work_;   // guarded by mutex_
+  bool busy_ = false;       // guarded by mutex_: the thread has work in hand
   bool stopping_ = false;   // guarded by mutex_
   bool fell_back_ = false;  // the fall-back was logged; the memory's thread only
   std::thread thread_;
