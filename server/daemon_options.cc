@@ -11,6 +11,8 @@
 #include <sstream>
 
 #define TOML_EXCEPTIONS 0
+// toml++ 3.3 asserts on some malformed keys that it would report as errors right after: a file never aborts the daemon.
+#define TOML_ASSERT(expression) static_cast<void>(0)
 #include <toml++/toml.h>
 
 #include "absl/strings/ascii.h"
@@ -83,7 +85,7 @@ const std::vector<OptionRow<DaemonOptions>>& option_table() {
        "0: twice the budget. Costs 100 bytes a page that could exist, touched only when it does."},
       {"memory.chunk_bytes", K::kSize, &D::memory_chunk_bytes, "0", "0 or 2M..64G, a multiple of 2M", false,
        "Unit in which pools grow and shrink: one memfd each.",
-       "0: a sixteenth of the budget, as a power of two between 16 MiB and 1 GiB, and at least four pages."},
+       "0: for each kind a sixteenth of its part of the budget, as a power of two between 2 MiB and 1 GiB, and at least four pages."},
       {"memory.scratch_bytes", K::kSize, &D::memory_scratch_bytes, "32M", "1M..16G", false,
        "Score buffers of the daemon's own kernels (remote reads, tools). Counted in the budget.",
        "Scores of 64 queries over 128 Ki entries in fp32."},
@@ -101,6 +103,10 @@ const std::vector<OptionRow<DaemonOptions>>& option_table() {
       // --- transport
       {"transport.kind", K::kChoice, &D::transport_kind, "auto", "auto|ucx|none", false,
        "How pages move between daemons. `none` ships nothing.", "auto: UCX where it starts, else none, and health says so."},
+      {"transport.devices", K::kText, &D::transport_devices, "", "UCX device names, such as lo or mlx5_0:1", false,
+       "Network devices that UCX may use.", "Empty: lo when listen.grpc is on loopback, else all. What is reachable for control is reachable for pages."},
+      {"transport.lanes", K::kText, &D::transport_lanes, "", "UCX transports, such as tcp,posix,sysv", false,
+       "UCX transports that may be used.", "Empty: all that UCX has; the start-up probe chooses among them by measurement."},
       // --- sessions, tickets, leases
       {"session.heartbeat", K::kDuration, &D::session_heartbeat_ms, "500ms", "50ms..60s", false,
        "How often a client says that it lives.", "Four may be missed before its silence counts."},
@@ -169,6 +175,9 @@ const std::vector<OptionRow<PoolOptions>>& pool_option_table() {
        "No speculation."},
       {"order", K::kChoice, &P::order, "page_major", "page_major", false, "Order of a page's parts.",
        "Shipping a page is one message, growing extends one range."},
+      {"format_file", K::kText, &P::format_file, "", "path", false,
+       "A file with the canonical texts of the paged, window and state formats: takes the place of model and all format keys.",
+       "Empty: the model's own. For formats that no preset has, and small ones in tests."},
       {"share", K::kCount, &P::share, "1", "1..1000000", false, "This pool's part of the budget, relative to the other pools' shares.",
        "Equal parts."},
       {"ratio_paged", K::kCount, &P::ratio_paged, "80", "1..1000000", true, "Weight of the paged pool within this pool's budget.",
@@ -861,7 +870,7 @@ std::string options_help() {
       "  --peer NAME=HOST:PORT        a peer, repeated for more\n"
       "  --instance N      short for --node-instance; --name NAME for --node-name\n"
       "  --check-config    read everything, say what would run and where each value came from, exit 0 or 1\n"
-      "  --reference       print the reference of all options\n"
+      "  --reference, --metrics-reference   print the reference of all options, of all metrics\n"
       "  --keeper          run as the keeper: holds a daemon's memory over its death; needs no GPU\n"
       "  --version         what this was built with\n\n"
       "Sizes: 512M, 2G (powers of 1024). Durations: 250ms, 5s, 30m.\n\n";

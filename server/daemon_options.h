@@ -33,6 +33,7 @@ struct PoolOptions {
   std::string ratio128_state;
   std::string order;
   std::string eviction;
+  std::string format_file;
   int64_t window_page_tokens = 0;
   int64_t speculative_rows = 0;
   int64_t share = 0;
@@ -69,6 +70,8 @@ struct DaemonOptions {
   std::vector<std::string> attach_uids;
 
   std::string transport_kind;
+  std::string transport_devices;
+  std::string transport_lanes;
 
   int64_t session_heartbeat_ms = 0;
   int64_t session_silence_ms = 0;

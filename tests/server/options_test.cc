@@ -51,10 +51,10 @@ TEST(Options, flags_beat_variables_and_variables_beat_the_file) {
   EXPECT_EQ(parsed->options.memory_chunk_bytes, 64 * kMiB);
   EXPECT_EQ(parsed->options.memory_scratch_bytes, 4 * kMiB);
   for (const OptionProvenance& row : parsed->provenance) {
-    if (row.name == "memory.bytes") EXPECT_EQ(row.source, "flag --memory-bytes");
-    if (row.name == "memory.chunk_bytes") EXPECT_EQ(row.source, "environment NEEDLE_MEMORY_CHUNK_BYTES");
-    if (row.name == "memory.scratch_bytes") EXPECT_EQ(row.source, "file test.toml");
-    if (row.name == "lease.duration") EXPECT_EQ(row.source, "default");
+    if (row.name == "memory.bytes") { EXPECT_EQ(row.source, "flag --memory-bytes"); }
+    if (row.name == "memory.chunk_bytes") { EXPECT_EQ(row.source, "environment NEEDLE_MEMORY_CHUNK_BYTES"); }
+    if (row.name == "memory.scratch_bytes") { EXPECT_EQ(row.source, "file test.toml"); }
+    if (row.name == "lease.duration") { EXPECT_EQ(row.source, "default"); }
   }
 }
 

@@ -1,0 +1,209 @@
+// needled: reads options, starts a node, waits for a signal, drains, stops. Or runs as the keeper.
+//
+// Exit codes: 0 a clean end; 1 a configuration error (the message names it); 2 it could not start; 3 a drain that was cut
+// off at its deadline.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/units.h"
+#include "proto/attach.h"
+#include "proto/errors.h"
+#include "server/daemon_options.h"
+#include "server/memory/descriptor_store.h"
+#include "server/memory/host_memory.h"
+#include "server/memory/keeper.h"
+#include "server/metrics.h"
+#include "server/node.h"
+#include "server/node_plan.h"
+
+extern char** environ;
+
+namespace needle::server {
+namespace {
+
+int complain(const absl::Status& status, int code) {
+  std::fprintf(stderr, "needled: %s\n", std::string(status.message()).c_str());
+  return code;
+}
+
+std::string variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+// Signals as a descriptor: nothing of ours runs in a handler. Blocked before any thread starts.
+FileDescriptor stop_signals() {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  sigaddset(&set, SIGINT);
+  ::sigprocmask(SIG_BLOCK, &set, nullptr);
+  ::signal(SIGPIPE, SIG_IGN);
+  return FileDescriptor(::signalfd(-1, &set, SFD_CLOEXEC));
+}
+
+// True when a signal came within the time.
+bool wait_for_signal(int signals, int64_t timeout_ms) {
+  struct timespec wait = {timeout_ms / 1000, (timeout_ms % 1000) * 1'000'000};
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  sigaddset(&set, SIGINT);
+  (void)signals;
+  return ::sigtimedwait(&set, nullptr, &wait) > 0;
+}
+
+absl::Status make_runtime_dir(const std::string& path) {
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  struct stat found {};
+  if (error || ::lstat(path.c_str(), &found) != 0 || !S_ISDIR(found.st_mode)) {
+    return make_error(ErrorCode::kInvalid, absl::StrCat("the runtime folder ", path, " cannot be made: ", error.message(),
+                                                        "; set XDG_RUNTIME_DIR or --node-runtime-dir to a folder of this user"));
+  }
+  if (found.st_uid != ::geteuid()) {
+    return make_error(ErrorCode::kInvalid, absl::StrCat("the runtime folder ", path, " belongs to user ", found.st_uid, ", not to ", ::geteuid()));
+  }
+  if (::chmod(path.c_str(), 0700) != 0) return make_error(ErrorCode::kInvalid, absl::StrCat("chmod 0700 ", path, ": ", std::strerror(errno)));
+  return absl::OkStatus();
+}
+
+std::unique_ptr<DescriptorStore> open_store(const std::string& choice, const std::string& runtime_dir, SystemdStore& systemd, bool under_systemd, Log& log,
+                                            absl::Status& failure) {
+  class Borrowed final : public DescriptorStore {  // systemd's store also says READY, so main keeps it
+   public:
+    explicit Borrowed(DescriptorStore& store) : store_(store) {}
+    void keep(const std::string& name, int fd) override { store_.keep(name, fd); }
+    void drop(const std::string& name) override { store_.drop(name); }
+    std::vector<KeptDescriptor> take_kept() override { return store_.take_kept(); }
+    std::string kind() const override { return store_.kind(); }
+    bool healthy() const override { return store_.healthy(); }
+
+   private:
+    DescriptorStore& store_;
+  };
+  if (choice == "none") return std::make_unique<NoDescriptorStore>();
+  if (choice == "systemd" || (choice == "auto" && under_systemd)) {
+    if (!under_systemd) failure = make_error(ErrorCode::kInvalid, "memory.keeper is systemd, but NOTIFY_SOCKET is not set; see deploy/needled.service");
+    return std::make_unique<Borrowed>(systemd);
+  }
+  const std::string path = choice == "auto" ? runtime_dir + "/" + attach::kKeeperSocketName : choice;
+  absl::StatusOr<std::unique_ptr<KeeperStore>> keeper = KeeperStore::connect(path, log);
+  if (keeper.ok()) return *std::move(keeper);
+  if (choice != "auto") failure = keeper.status();
+  return std::make_unique<NoDescriptorStore>();
+}
+
+int run_keeper(const NodePlan& plan, int signals, Log& log) {
+  const std::string path = plan.runtime_dir + "/" + attach::kKeeperSocketName;
+  absl::StatusOr<std::unique_ptr<Keeper>> keeper = Keeper::listen(path, log);
+  if (!keeper.ok()) return complain(keeper.status(), 2);
+  log.write(LogLevel::kInfo, "keeper_ready", {{"socket", path}});
+  (*keeper)->run(signals);
+  log.write(LogLevel::kInfo, "keeper_stopped", {{"held", absl::StrCat((*keeper)->kept_count())}});
+  return 0;
+}
+
+int run_node(const ParsedOptions& parsed, const NodePlan& plan, DescriptorStore& store, std::vector<KeptDescriptor> kept, SystemdStore& systemd, int signals, Log& log) {
+  absl::StatusOr<std::unique_ptr<Node>> node = Node::start(parsed, plan, store, std::move(kept), log);
+  if (!node.ok()) return complain(node.status(), 2);
+  systemd.notify("READY=1");
+  while (!wait_for_signal(signals, 1000)) (*node)->tend();
+
+  systemd.notify("STOPPING=1");
+  (*node)->drain();
+  SteadyClock clock;
+  const int64_t deadline_ns = clock.now_ns() + parsed.options.stop_deadline_ms * kNanosPerMilli;
+  bool drained = (*node)->drained();
+  while (!drained && clock.now_ns() < deadline_ns) {
+    if (wait_for_signal(signals, 50)) break;  // a second signal: at once
+    drained = (*node)->drained();
+  }
+  log.write(drained ? LogLevel::kInfo : LogLevel::kWarning, drained ? "drained" : "drain_cut_off", {{"deadline_ms", absl::StrCat(parsed.options.stop_deadline_ms)}});
+  (*node)->stop();
+  return drained ? 0 : 3;
+}
+
+int main_of(const std::vector<std::string>& arguments) {
+  std::vector<std::string> environment;
+  for (char** entry = environ; *entry != nullptr; ++entry) environment.emplace_back(*entry);
+  for (const std::string& argument : arguments) {  // even with a broken configuration around
+    if (argument == "--help" || argument == "-h") return std::fputs(options_help().c_str(), stdout) < 0;
+    if (argument == "--version") return std::printf("%s\n", build_text().c_str()) < 0;
+    if (argument == "--reference") return std::fputs(options_reference().c_str(), stdout) < 0;
+    if (argument == "--metrics-reference") return std::fputs(metrics_reference().c_str(), stdout) < 0;
+  }
+  absl::StatusOr<ParsedOptions> parsed = parse_options(arguments, environment);
+  if (!parsed.ok()) return complain(parsed.status(), 1);
+
+  const DaemonOptions& options = parsed->options;
+  const LogLevel least = options.log_level == "debug" ? LogLevel::kDebug : options.log_level == "warning" ? LogLevel::kWarning
+                         : options.log_level == "error" ? LogLevel::kError : LogLevel::kInfo;
+  StreamLog log(stderr, least);
+  const FileDescriptor signals = stop_signals();
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {  // two descriptors a chunk
+    files.rlim_cur = files.rlim_max;
+    ::setrlimit(RLIMIT_NOFILE, &files);
+  }
+
+  Surroundings surroundings;
+  char host[256] = "";
+  ::gethostname(host, sizeof(host) - 1);
+  surroundings.host_name = host;
+  surroundings.xdg_runtime_dir = variable("XDG_RUNTIME_DIR");
+  surroundings.available_bytes = available_memory_bytes();
+
+  const std::string notify_socket = variable("NOTIFY_SOCKET");
+  SystemdStore systemd(notify_socket, variable("LISTEN_PID"), variable("LISTEN_FDS"), variable("LISTEN_FDNAMES"), log);
+
+  if (parsed->action == OptionAction::kCheckConfig) {
+    absl::StatusOr<NodePlan> plan = plan_node(options, surroundings);
+    if (!plan.ok()) return complain(plan.status(), 1);
+    std::fputs(describe(*plan).c_str(), stdout);
+    for (const OptionProvenance& row : parsed->provenance) {
+      if (row.source != "default") std::printf("%s = %s  (%s)\n", row.name.c_str(), row.value.c_str(), row.source.c_str());
+    }
+    return 0;
+  }
+
+  // Only its places count here: the folder is where a keeper listens, and what the keeper kept counts as available below.
+  absl::StatusOr<NodePlan> places = plan_node(options, {.available_bytes = std::max(options.memory_bytes, 64 * kGiB), .host_name = surroundings.host_name, .xdg_runtime_dir = surroundings.xdg_runtime_dir});
+  if (!places.ok()) return complain(places.status(), 1);
+  if (absl::Status status = make_runtime_dir(places->runtime_dir); !status.ok()) return complain(status, 2);
+  if (parsed->action == OptionAction::kKeeper) return run_keeper(*places, signals.get(), log);
+
+  absl::Status failure;
+  const std::unique_ptr<DescriptorStore> store = open_store(options.memory_keeper, places->runtime_dir, systemd, !notify_socket.empty(), log, failure);
+  if (!failure.ok()) return complain(failure, 2);
+  std::vector<KeptDescriptor> kept = store->take_kept();
+  for (const KeptDescriptor& descriptor : kept) {
+    struct stat found {};
+    if (::fstat(descriptor.fd.get(), &found) == 0) surroundings.available_bytes += static_cast<int64_t>(found.st_blocks) * 512;
+  }
+  absl::StatusOr<NodePlan> plan = plan_node(options, surroundings);
+  if (!plan.ok()) return complain(plan.status(), 1);
+  return run_node(*parsed, *plan, *store, std::move(kept), systemd, signals.get(), log);
+}
+
+}  // namespace
+}  // namespace needle::server
+
+int main(int argc, char** argv) { return needle::server::main_of(std::vector<std::string>(argv + 1, argv + argc)); }

@@ -1,0 +1,206 @@
+#include "server/node_plan.h"
+
+#include <algorithm>
+#include <cctype>
+#include <fstream>
+#include <numeric>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "base/units.h"
+#include "kernels/format_set.h"
+#include "proto/errors.h"
+#include "server/membership/node_id.h"
+
+namespace needle::server {
+
+namespace {
+
+constexpr int64_t kChunkUnit = 2 * kMiB;  // a huge page
+
+absl::StatusOr<ModelFormats> formats_of(const PoolOptions& pool) {
+  if (!pool.format_file.empty()) {
+    std::ifstream stream(pool.format_file, std::ios::binary);
+    std::stringstream text;
+    text << stream.rdbuf();
+    if (!stream) return make_error(ErrorCode::kInvalid, absl::StrCat("option pool.", pool.name, ".format_file: '", pool.format_file, "' cannot be read"));
+    absl::StatusOr<ModelFormats> formats = parse_format_set(text.str());
+    if (!formats.ok()) {
+      return make_error(ErrorCode::kInvalid, absl::StrCat("option pool.", pool.name, ".format_file: ", std::string(formats.status().message())));
+    }
+    return formats;
+  }
+  PresetOptions preset;
+  if (pool.index_k == "fp8") preset.index_k = ElementFormat::kFp8;
+  if (pool.index_k == "fp4") preset.index_k = ElementFormat::kFp4;
+  if (pool.index_k_scale == "amax") preset.index_k_scale = ScaleKind::kAmax;
+  if (pool.index_k_scale == "amax_reciprocal") preset.index_k_scale = ScaleKind::kAmaxReciprocal;
+  if (pool.index_k_scale == "power_of_two") preset.index_k_scale = ScaleKind::kPowerOfTwo;
+  const bool v32 = pool.model == "deepseek-v3.2" || pool.model == "glm-5";
+  if (v32) preset.main_kv = ElementFormat::kFp8V32;
+  if (pool.main_kv == "bf16") preset.main_kv = ElementFormat::kBf16;
+  if (pool.main_kv == "fp8_ds_mla") preset.main_kv = ElementFormat::kFp8DsMla;
+  if (pool.main_kv == "fp8_v32") preset.main_kv = ElementFormat::kFp8V32;
+  preset.window_tokens_per_page = static_cast<int>(pool.window_page_tokens);
+  if (pool.ratio128_state == "raw") preset.ratio128_state = StateForm::kRaw;
+  preset.speculative_rows = static_cast<int>(pool.speculative_rows);
+  absl::StatusOr<ModelFormats> formats = preset_formats(pool.model, preset);
+  if (!formats.ok()) return make_error(ErrorCode::kInvalid, absl::StrCat("pool ", pool.name, ": ", std::string(formats.status().message())));
+  return formats;
+}
+
+int64_t chunk_bytes_for(int64_t wanted, int64_t budget_bytes, int64_t page_bytes) {
+  if (wanted != 0) return wanted;
+  int64_t chunk = kChunkUnit;
+  while (chunk * 2 <= budget_bytes / 16 && chunk < kGiB) chunk *= 2;
+  return std::max(chunk, round_up(4 * page_bytes, kChunkUnit));
+}
+
+std::string plain_name(const std::string& host) {
+  std::string name;
+  for (char c : host.substr(0, 50)) {
+    const char lower = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+    name.push_back((lower >= 'a' && lower <= 'z') || (lower >= '0' && lower <= '9') || lower == '-' || lower == '.' ? lower : '-');
+  }
+  return name.empty() ? "needle" : name;
+}
+
+}  // namespace
+
+absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundings& surroundings) {
+  NodePlan plan;
+  plan.name = !options.node_name.empty() ? options.node_name : absl::StrCat(plain_name(surroundings.host_name), "-", options.node_instance);
+  plan.runtime_dir = options.node_runtime_dir;
+  if (plan.runtime_dir.empty()) {
+    plan.runtime_dir = absl::StrCat(surroundings.xdg_runtime_dir.empty() ? "/run" : surroundings.xdg_runtime_dir, "/needle/", options.node_instance);
+  }
+  plan.grpc_address = !options.listen_grpc.empty() ? options.listen_grpc : absl::StrCat("127.0.0.1:", 7420 + 2 * options.node_instance);
+  plan.metrics_address = !options.listen_metrics.empty() ? options.listen_metrics : absl::StrCat("127.0.0.1:", 7421 + 2 * options.node_instance);
+  plan.advertise_address = !options.listen_advertise.empty() ? options.listen_advertise : plan.grpc_address;
+  if (plan.grpc_address == plan.metrics_address) {
+    return make_error(ErrorCode::kInvalid, absl::StrCat("options listen.grpc and listen.metrics are both ", plan.grpc_address));
+  }
+
+  const int64_t available = surroundings.available_bytes;
+  if (options.memory_bytes != 0) {
+    plan.budget_bytes = options.memory_bytes;
+    plan.budget_reason = "memory.bytes";
+  } else if (options.memory_fraction != 0) {
+    plan.budget_bytes = static_cast<int64_t>(options.memory_fraction * static_cast<double>(available));
+    plan.budget_reason = absl::StrCat("memory.fraction ", options.memory_fraction, " of ", available / kMiB, " MiB available at start");
+  } else {
+    plan.budget_bytes = std::min(kGiB, available / 2);
+    plan.budget_reason = absl::StrCat("the lesser of 1 GiB and half of ", available / kMiB, " MiB available at start");
+  }
+  plan.budget_bytes = plan.budget_bytes / kChunkUnit * kChunkUnit;
+  if (plan.budget_bytes > available) {
+    return make_error(ErrorCode::kInvalid, absl::StrCat("the budget of ", plan.budget_bytes / kMiB, " MiB (", plan.budget_reason, ") exceeds the ", available / kMiB,
+                                                        " MiB available; lower memory.bytes"));
+  }
+  plan.scratch_bytes = options.memory_scratch_bytes;
+  const int64_t for_pools = plan.budget_bytes - plan.scratch_bytes;
+  if (for_pools <= 0) {
+    return make_error(ErrorCode::kInvalid, absl::StrCat("memory.scratch_bytes of ", plan.scratch_bytes / kMiB, " MiB leaves nothing of the budget of ",
+                                                        plan.budget_bytes / kMiB, " MiB"));
+  }
+  const int64_t bytes_max = options.memory_bytes_max != 0 ? options.memory_bytes_max : 2 * plan.budget_bytes;
+  if (bytes_max < plan.budget_bytes) {
+    return make_error(ErrorCode::kInvalid, absl::StrCat("memory.bytes_max of ", bytes_max / kMiB, " MiB is below the budget of ", plan.budget_bytes / kMiB, " MiB"));
+  }
+
+  CoreOptions& core = plan.core;
+  core.node = node_id_of(plan.name);
+  core.heartbeat_ms = options.session_heartbeat_ms;
+  core.silence_ms = options.session_silence_ms;
+  core.lease_ms = options.lease_duration_ms;
+  core.outcome_remembered_ms = options.ticket_outcome_remembered_ms;
+  core.ship_deadline_ms_max = options.ship_deadline_ms_max;
+  core.ship_deadline_ms = options.ship_deadline_ms;
+  core.ship_retry_ms = options.ship_retry_ms;
+  core.ship_poll_ms = options.ship_poll_ms;
+  core.fetch_ms = options.ship_fetch_ms;
+  core.ship_attempts_max = options.ship_attempts_max;
+  core.bytes_in_flight_max = options.ship_bytes_in_flight_max;
+  core.retry_after_ms = options.request_retry_after_ms;
+  core.sessions_max = options.session_count_max;
+  core.tickets_max = options.ticket_count_max;
+  core.leases_max = options.lease_count_max;
+  core.ships_max = options.ship_count_max;
+  core.outcomes_max = options.ticket_outcome_count_max;
+  core.pages_per_request_max = options.request_pages_max;
+  core.offer_pages_max = options.ship_offer_pages_max;
+
+  const int64_t shares = std::accumulate(options.pools.begin(), options.pools.end(), int64_t{0}, [](int64_t sum, const PoolOptions& pool) { return sum + pool.share; });
+  for (const PoolOptions& pool : options.pools) {
+    absl::StatusOr<ModelFormats> formats = formats_of(pool);
+    if (!formats.ok()) return formats.status();
+    PlannedSet planned;
+    planned.formats = *std::move(formats);
+    planned.text = format_set_text(planned.formats);
+    planned.fingerprint = format_set_fingerprint(planned.text);
+    PoolSetOptions set;
+    set.name = pool.name;
+    set.format = planned.text;
+    set.budget_bytes = static_cast<int64_t>(static_cast<double>(for_pools) * static_cast<double>(pool.share) / static_cast<double>(shares));
+    set.ratios = {pool.ratio_paged, pool.ratio_window, pool.ratio_state};
+    set.eviction = pool.eviction == "lru" ? EvictionPolicy::kLruReference : EvictionPolicy::kLeavesFirst;
+    set.resume_points_max = pool.resume_points_max;
+    const bool has_window = !planned.formats.window.components.empty();
+    set.window_tokens = has_window ? kWindowTokens : 0;
+    if (!has_window) set.ratios[static_cast<size_t>(PoolKind::kWindow)] = 0;
+    const int64_t set_bytes_max = static_cast<int64_t>(static_cast<double>(bytes_max - plan.scratch_bytes) * static_cast<double>(pool.share) / static_cast<double>(shares));
+    const int64_t ratio_sum = set.ratios[0] + set.ratios[1] + set.ratios[2];
+    int64_t least_bytes = 0;
+    const PageFormat* const by_kind[kPoolKinds] = {&planned.formats.paged, &planned.formats.window, &planned.formats.state};
+    for (size_t kind = 0; kind < kPoolKinds; ++kind) {
+      PoolShape& shape = set.shapes[kind];
+      if (kind == static_cast<size_t>(PoolKind::kWindow) && !has_window) continue;
+      if (by_kind[kind]->components.empty()) {
+        shape.page_bytes = kCommitRecordBytes;
+      } else {
+        absl::StatusOr<PageLayout> layout = PageLayout::of(*by_kind[kind]);
+        if (!layout.ok()) return make_error(ErrorCode::kInvalid, absl::StrCat("pool ", pool.name, ": ", std::string(layout.status().message())));
+        shape.page_bytes = layout->stride_bytes();
+        shape.page_tokens = kind == static_cast<size_t>(PoolKind::kState) ? 0 : by_kind[kind]->tokens_per_page;
+      }
+      const int64_t part = static_cast<int64_t>(static_cast<double>(set.budget_bytes) * static_cast<double>(set.ratios[kind]) / static_cast<double>(ratio_sum));
+      shape.chunk_bytes = chunk_bytes_for(options.memory_chunk_bytes, part, shape.page_bytes);
+      if (shape.chunk_bytes < shape.page_bytes) {
+        return make_error(ErrorCode::kInvalid, absl::StrCat("option memory.chunk_bytes: ", shape.chunk_bytes / kKiB, " KiB do not hold one ", kPoolKindNames[kind], " page of pool ",
+                                                            pool.name, " (", shape.page_bytes, " bytes)"));
+      }
+      shape.chunks_max = std::max<int64_t>(1, div_ceil(set_bytes_max, shape.chunk_bytes));
+      least_bytes += shape.chunk_bytes;
+    }
+    if (set.budget_bytes < least_bytes) {
+      return make_error(ErrorCode::kInvalid, absl::StrCat("pool ", pool.name, " gets ", set.budget_bytes / kMiB, " MiB of the budget and needs ", div_ceil(least_bytes, kMiB),
+                                                          " MiB for one chunk of each kind; raise memory.bytes or its share, or lower memory.chunk_bytes"));
+    }
+    for (const PoolShape& shape : set.shapes) plan.shapes.push_back(shape);
+    core.sets.push_back(std::move(set));
+    plan.sets.push_back(std::move(planned));
+  }
+  if (absl::Status status = validate(core); !status.ok()) return status;
+  return plan;
+}
+
+std::string describe(const NodePlan& plan) {
+  std::string text = absl::StrCat("node ", plan.name, ", gRPC ", plan.grpc_address, " and ", plan.runtime_dir, "/grpc.sock, metrics http://", plan.metrics_address,
+                                  "/metrics, attach ", plan.runtime_dir, "/attach.sock\n", "budget ", plan.budget_bytes / kMiB, " MiB (", plan.budget_reason, "), ",
+                                  plan.scratch_bytes / kMiB, " MiB of it scratch\n");
+  for (size_t i = 0; i < plan.core.sets.size(); ++i) {
+    const PoolSetOptions& set = plan.core.sets[i];
+    absl::StrAppend(&text, "pool ", set.name, ": ", plan.sets[i].formats.paged.name, ", ", set.budget_bytes / kMiB, " MiB, ratios ", set.ratios[0], ":", set.ratios[1], ":",
+                    set.ratios[2], ", fingerprint ", absl::Hex(plan.sets[i].fingerprint, absl::kZeroPad16), "\n");
+    for (size_t kind = 0; kind < kPoolKinds; ++kind) {
+      const PoolShape& shape = set.shapes[kind];
+      if (shape.page_bytes == 0) continue;
+      absl::StrAppend(&text, "  ", kPoolKindNames[kind], ": pages of ", shape.page_bytes, " B", shape.page_tokens > 0 ? absl::StrCat(" (", shape.page_tokens, " tokens)") : "",
+                      ", chunks of ", size_text(shape.chunk_bytes), ", at most ", shape.chunks_max, "\n");
+    }
+  }
+  return text;
+}
+
+}  // namespace needle::server
