@@ -173,6 +173,11 @@ Shipped store_and_ship(Engine& prefill, Engine& decode, const std::string& peer,
     result.last_store_seconds = seconds_now() - begin;
     const int64_t done = (at + count) * kTokensPerEntry;
     if (done < tokens) need(ticket.seal_pages(done, {}, workers), "seal pages");
+    if (sabotage == "flight" && ship == nullptr) {
+      // The page was sealed with its checksum and not yet shipped: what arrives is another byte.
+      const MutableLayerView layer = need(prefill.client->writable_layer(PoolKind::kPaged, 0, 0), "index-K view");
+      layer.base[layer.page_stride * pages[0].index.value() + 5] ^= std::byte{1};
+    }
     if (paced && ship == nullptr) {
       ship = std::make_unique<Ship>(need(decode.client->ship(peer, sequence, kShipMs), "ship"));
       watcher = std::thread([&] {
@@ -191,11 +196,6 @@ Shipped store_and_ship(Engine& prefill, Engine& decode, const std::string& peer,
   stored = true;
   if (watcher.joinable()) watcher.join();
   result.first_page_seconds = first_page.load();
-  if (sabotage == "flight") {
-    // The page was sealed with its checksum; what arrives is another byte.
-    const MutableLayerView layer = need(prefill.client->writable_layer(PoolKind::kPaged, 0, 0), "index-K view");
-    layer.base[layer.page_stride * pages[0].index.value() + 5] ^= std::byte{1};
-  }
   const double ship_begin = seconds_now();
   if (ship == nullptr) ship = std::make_unique<Ship>(need(decode.client->ship(peer, sequence, kShipMs), "ship"));
   absl::StatusOr<Lease> lease = ship->wait();
