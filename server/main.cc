@@ -111,8 +111,9 @@ std::unique_ptr<DescriptorStore> open_store(const std::string& choice, const std
   return std::make_unique<NoDescriptorStore>();
 }
 
-int run_keeper(const NodePlan& plan, int signals, Log& log) {
-  const std::string path = plan.runtime_dir + "/" + attach::kKeeperSocketName;
+int run_keeper(const NodePlan& plan, const std::string& choice, int signals, Log& log) {
+  const bool named = choice != "auto" && choice != "none" && choice != "systemd";
+  const std::string path = named ? choice : plan.runtime_dir + "/" + attach::kKeeperSocketName;
   absl::StatusOr<std::unique_ptr<Keeper>> keeper = Keeper::listen(path, log);
   if (!keeper.ok()) return complain(keeper.status(), 2);
   log.write(LogLevel::kInfo, "keeper_ready", {{"socket", path}});
@@ -188,7 +189,7 @@ int main_of(const std::vector<std::string>& arguments) {
   absl::StatusOr<NodePlan> places = plan_node(options, {.available_bytes = std::max(options.memory_bytes, 64 * kGiB), .host_name = surroundings.host_name, .xdg_runtime_dir = surroundings.xdg_runtime_dir});
   if (!places.ok()) return complain(places.status(), 1);
   if (absl::Status status = make_runtime_dir(places->runtime_dir); !status.ok()) return complain(status, 2);
-  if (parsed->action == OptionAction::kKeeper) return run_keeper(*places, signals.get(), log);
+  if (parsed->action == OptionAction::kKeeper) return run_keeper(*places, options.memory_keeper, signals.get(), log);
 
   absl::Status failure;
   const std::unique_ptr<DescriptorStore> store = open_store(options.memory_keeper, places->runtime_dir, systemd, !notify_socket.empty(), log, failure);

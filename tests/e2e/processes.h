@@ -120,8 +120,9 @@ class DaemonProcess {
   }
 
   static std::string default_config(int64_t budget_mib = 128) {
-    return "[memory]\nbytes = \"" + std::to_string(budget_mib) +
-           "M\"\nchunk_bytes = \"8M\"\n[pool.default]\nmodel = \"raw\"\nratio_paged = 6\nratio_window = 1\nratio_state = 1\n";
+    // 8 MiB more than the chunks: scratch, and so that an eighth of the rest is two whole chunks.
+    return "[memory]\nbytes = \"" + std::to_string(budget_mib + 8) +
+           "M\"\nscratch_bytes = \"1M\"\nchunk_bytes = \"8M\"\n[pool.default]\nmodel = \"raw\"\nratio_paged = 6\nratio_window = 1\nratio_state = 1\n";
   }
 
   void add_argument(const std::string& argument) { extra_.push_back(argument); }
