@@ -136,9 +136,8 @@ struct Dispatch {
 
   template <class Request>
   void operator()(Call<Request>& call) const {
-    absl::StatusOr<typename Request::Reply> reply = answer(state, call.request);
-    resize::advance(state);
-    std::move(call.done)(std::move(reply));
+    // Answered before anything else is sent: an event must not overtake the reply that makes its session known.
+    std::move(call.done)(answer(state, call.request));
   }
   void operator()(Call<ShipWait>& call) const { ship::wait(state, std::move(call)); }
   void operator()(const SessionLost& event) const { session_life::lost(state, event); }

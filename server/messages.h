@@ -8,6 +8,8 @@
 //  1. Every request is idempotent. Verbs that create take the id from the caller (TicketId, LeaseId: random 64 bits, unique
 //     in the session); a repeat returns the first outcome for outcome_remembered_ms. Verbs that change a ticket carry
 //     `step`, which the caller raises by one for each new change: an equal step is a repeat, a lower one arrived late.
+//     A caller that gives up on a creating verb says so with its ending verb (Forfeit, Release, ShipCancel), also when the
+//     creating one was refused or never answered: the id is then spent, and a copy still on its way opens nothing.
 //  2. Ids of sessions, tickets and leases are worth nothing after the daemon's incarnation changed: STALE.
 //  3. A reply never promises what a later message must confirm, except where its comment says so.
 //  4. Counts are bounded by server/options.h; a request beyond a bound changes nothing and says which.
@@ -38,6 +40,7 @@ struct ProcessIdentity {
   int64_t pid = 0;  // 0: a remote client, whose rights end by time alone
   int64_t start_time_ticks = 0;
   uint32_t uid = 0;
+  uint64_t instance = 0;  // of the client library in that process: random, drawn when it is loaded; 0: not given
 };
 
 struct PoolLayout {
@@ -47,10 +50,11 @@ struct PoolLayout {
   std::vector<ChunkIndex> chunks;  // present now; later ones are told by ChunkMapped
 };
 
-// A new process, or one that outlived a daemon. The format is the pool set's canonical text and must be equal.
-// `previous` and `held` are for the second case: the client has fenced everything except reads of `held` and unmapped every
-// chunk without held pages. What of `held` still is what it was is leased to it again; all else of the old session is
-// given up by this call.
+// A process takes part in a pool set; its format is the set's canonical text and must be equal. An earlier session of the
+// same process ends with this call: the one named `previous`, and, where the client library gives its instance, every one of
+// that instance and set (its reply was lost, it was revoked, or its daemon is gone). So before it calls, the client has
+// fenced everything but reads of `held` and unmapped every chunk without held pages. What of `held` still is what it was
+// is leased to it again.
 struct Attach {
   struct Reply {
     SessionId session;
@@ -64,6 +68,7 @@ struct Attach {
   std::string format;
   ProcessIdentity process;
   SessionId previous;
+  Epoch held_epoch;    // of the pools that `held` is of: after another one nothing of it is good. None: not known
   LeaseId held_lease;  // the caller's id for the lease over `held`
   std::vector<PageRef> held;
 };

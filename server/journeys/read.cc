@@ -125,7 +125,11 @@ absl::StatusOr<Nothing> release(State& state, const Release& request) {
   if (!live.ok()) return live.status();
   if (state.leases.find(request.session, request.lease) == nullptr) {
     state.probes.hit(Probe::lease_released_twice);
-    return ended(state, request.session, request.lease);
+    const absl::Status refused = ended(state, request.session, request.lease);
+    // Given up before it was granted: a copy of the acquire that is still on its way must not open it.
+    state.outcomes.remember({request.session, request.lease.value(), OutcomeKey::kLease},
+                            {OutcomeKind::kReleased, SequenceId(), request.lease, TicketId(), {}}, state.now_ns);
+    return refused;
   }
   close_lease(state, request.session, request.lease, LeaseEnd::kReleased);
   state.probes.hit(Probe::lease_released);

@@ -91,7 +91,7 @@ std::map<int64_t, Session*> read_ghosts(State& state) {
     ghost->id = SessionId(found->session);
     ghost->slot = slot;
     ghost->set = PoolSetId(found->set);
-    ghost->process = {found->pid, found->start_time_ticks, 0};
+    ghost->process = {found->pid, found->start_time_ticks, 0, found->instance};
     ghost->standing = Standing::kGhost;
     ghosts[slot] = &state.sessions.add(std::move(ghost));
   }
@@ -289,13 +289,13 @@ void rebuild(State& state) {
         for_each_page(pool, [&](PageIndex page) { records.write_word(page, Generation(), PageState::kFree); });
       });
     }
-    state.epoch = Epoch(header.has_value() ? header->epoch + 1 : 1);
+    state.epoch = Epoch(state.incarnation.value());
     state.region.write_header({kMagic, layout, state.epoch.value(), state.incarnation.value(), 0, 0});
     add_surviving_chunks(state);
     return;
   }
   const bool lost = free_lost_pages(state);
-  state.epoch = Epoch(lost ? header->epoch + 1 : header->epoch);
+  state.epoch = lost ? Epoch(state.incarnation.value()) : Epoch(header->epoch);
   NEEDLE_CHECK(header->incarnation != state.incarnation.value(), "an incarnation was drawn twice");
   state.region.write_header({kMagic, layout, state.epoch.value(), state.incarnation.value(), 0, 0});
   add_surviving_chunks(state);

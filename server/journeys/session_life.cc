@@ -53,6 +53,19 @@ void revoke(State& state, Session& session, const std::string& cause) {
   state.env.outbox.to_session(session.id, Revoked{cause});
 }
 
+// Sessions of the same process that a new one ends: the one it names, and those of its instance; live, revoked or ghosts.
+std::vector<SessionId> earlier_sessions(const State& state, const Session& session, SessionId previous) {
+  std::vector<SessionId> earlier;
+  if (session.is_remote()) return earlier;
+  for (const auto& [id, other] : state.sessions.all()) {
+    const bool same_process = other->process.pid == session.process.pid &&
+                              other->process.start_time_ticks == session.process.start_time_ticks;
+    const bool same_instance = session.process.instance != 0 && other->process.instance == session.process.instance;
+    if (same_process && id != session.id && (id == previous || (same_instance && other->set == session.set))) earlier.push_back(id);
+  }
+  return earlier;
+}
+
 int64_t silent_at_ns(const State& state, const Session& session) {
   return session.heard_ns + state.options.silence_ms * kNanosPerMilli;
 }
@@ -93,16 +106,18 @@ absl::StatusOr<Attach::Reply> attach(State& state, const Attach& request) {
   Session& session = state.sessions.add(std::move(fresh));
   if (session.slot >= 0) {
     state.region.write_session(session.slot, {session.id.value(), session.process.pid, session.process.start_time_ticks,
-                                              set.id.value(), 0});
+                                              session.process.instance, set.id.value(), 0});
   }
 
-  // The new lease first, then the old session's pins go: a held page is never without a holder in between.
+  // The new lease first, then the earlier session's pins go: a held page is never without a holder in between.
   Attach::Reply reply;
   reply.session = session.id;
   reply.incarnation = state.incarnation;
   reply.heartbeat_ms = state.options.heartbeat_ms;
   for (const PageRef& ref : request.held) {
-    const bool good = state.names_pool(ref.pool) && set_of(ref.pool) == set.id && state.pool(ref.pool).is_current(ref.page);
+    const bool same_epoch = request.held_epoch.is_none() || request.held_epoch == state.epoch;
+    const bool good = same_epoch && state.names_pool(ref.pool) && set_of(ref.pool) == set.id &&
+                      state.pool(ref.pool).is_current(ref.page);
     if (good) reply.held.push_back(ref);
     if (!good) state.probes.hit(Probe::session_held_page_stale);
   }
@@ -110,12 +125,9 @@ absl::StatusOr<Attach::Reply> attach(State& state, const Attach& request) {
     open_lease(state, set, session, request.held_lease, reply.held);
     reply.held_lease = request.held_lease;
   }
-  Session* previous = request.previous.is_none() ? nullptr : state.sessions.find(request.previous);
-  const bool same_process = previous != nullptr && previous->process.pid == request.process.pid &&
-                            previous->process.start_time_ticks == request.process.start_time_ticks;
-  if (same_process) {
-    if (previous->standing == Standing::kLive) end_rights(state, *previous, /*fenced=*/true);
-    bury(state, request.previous);
+  for (SessionId earlier : earlier_sessions(state, session, request.previous)) {
+    end_rights(state, *state.sessions.find(earlier), /*fenced=*/true);
+    bury(state, earlier);
     state.probes.hit(Probe::session_reattached);
   }
 

@@ -567,8 +567,14 @@ absl::StatusOr<Nothing> cancel(State& state, const ShipCancel& request) {
   if (!live.ok()) return live.status();
   const Ship* ship = state.ships.find(request.session, request.ticket);
   if (ship == nullptr) {
-    const Outcome* outcome = state.outcomes.find({request.session, request.ticket.value(), OutcomeKey::kTicket});
-    if (outcome == nullptr) return make_error(ErrorCode::kStale, "ship " + std::to_string(request.ticket.value()) + " is unknown here");
+    const OutcomeKey key{request.session, request.ticket.value(), OutcomeKey::kTicket};
+    const Outcome* outcome = state.outcomes.find(key);
+    if (outcome == nullptr) {
+      // Cancelled before it was started: a copy of the start that is still on its way must not begin it.
+      const absl::Status cause = make_error(ErrorCode::kCancelled, "the ship was cancelled");
+      state.outcomes.remember(key, {OutcomeKind::kShipFailed, SequenceId(), LeaseId(), request.ticket, cause}, state.now_ns);
+      return Nothing{};
+    }
     if (outcome->kind == OutcomeKind::kSealed) return make_error(ErrorCode::kConsumed, "the ship was sealed before it could be cancelled");
     return Nothing{};
   }

@@ -473,8 +473,15 @@ absl::StatusOr<Nothing> forfeit(State& state, const Forfeit& request) {
     forfeit_ticket(state, request.session, request.ticket, request.fenced);
     return Nothing{};
   }
-  const Outcome* outcome = state.outcomes.find({request.session, request.ticket.value(), OutcomeKey::kTicket});
-  if (!is_error(open.status(), ErrorCode::kConsumed) || outcome->kind != OutcomeKind::kForfeited) return open.status();
+  if (state.sessions.find(request.session) == nullptr || request.ticket.is_none()) return open.status();
+  const OutcomeKey key{request.session, request.ticket.value(), OutcomeKey::kTicket};
+  const Outcome* outcome = state.outcomes.find(key);
+  if (outcome == nullptr && is_error(open.status(), ErrorCode::kStale) && live_session(state, request.session).ok()) {
+    // Given up before it was granted: a copy of the reserve that is still on its way must not open it.
+    state.outcomes.remember(key, {OutcomeKind::kForfeited, SequenceId(), LeaseId(), request.ticket, {}}, state.now_ns);
+    return Nothing{};
+  }
+  if (outcome == nullptr || outcome->kind != OutcomeKind::kForfeited) return open.status();
   if (!request.fenced) return Nothing{};
 
   // Forfeited before without a promise: the fence has passed now, and its pages need not wait for the whole session.

@@ -6,6 +6,7 @@
 //
 // What must stay true, for a kill between any two writes and for a torn record:
 //  1. reserve: record(open, generation + 1), then word(reserved, generation + 1), then the page is handed out.
+//     reopen:  word(draining), then as reserve.
 //  2. seal:    record(role, name, checksum, generation), then word(sealed, generation). `sealed` is written last, so a
 //     sealed word always stands beside a whole record of the same generation.
 //  3. A set (a sequence's partial page, window and state; a resume point's window and state) is sealed member by member,
@@ -113,10 +114,11 @@ struct SessionSlot {
   uint64_t session = 0;
   int64_t pid = 0;
   int64_t start_time_ticks = 0;
+  uint64_t instance = 0;
   uint32_t set = 0;
   uint32_t crc = 0;
 };
-static_assert(sizeof(SessionSlot) == 32);
+static_assert(sizeof(SessionSlot) == 40);
 
 class RegionTable {
  public:

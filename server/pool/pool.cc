@@ -198,6 +198,8 @@ PageId Pool::reopen(PageId page, uint16_t owner) {
   PageRecord record;
   record.generation = generation;
   record.owner = owner;
+  // Not sealed any more before the record goes: a sealed word never stands beside another generation's record.
+  records_.write_word(page.index, page.generation, PageState::kDraining);
   records_.write_record(page.index, record);
   records_.write_word(page.index, generation, PageState::kReserved);
   after(page.index, was);
