@@ -32,6 +32,9 @@ struct Family {
 const std::vector<Family> kFamilies = {
     {"logits.", bench_logits},
     {"prefill.", bench_prefill_logits},
+    {"topk.", bench_topk},
+    {"store.", bench_store},
+    {"pages.", bench_pages},
 };
 
 __global__ void empty_kernel() {}

@@ -73,4 +73,9 @@ void fill_normal_f32(float* pointer, int64_t count, uint64_t seed, float scale, 
 void must(absl::Status status, const char* what);
 void must(cudaError_t error, const char* what);
 
+// The families, one file each.
+void bench_topk(Bench& bench);
+void bench_store(Bench& bench);
+void bench_pages(Bench& bench);
+
 }  // namespace needle::bench

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -49,6 +50,59 @@ class DeviceArray {
   T* device_ = nullptr;
   int64_t count_ = 0;
 };
+
+// Device copies of a call's arrays for as long as the call lasts, each as long as the host's.
+class DeviceCopies {
+ public:
+  DeviceCopies() = default;
+  DeviceCopies(const DeviceCopies&) = delete;
+  DeviceCopies& operator=(const DeviceCopies&) = delete;
+  ~DeviceCopies() {
+    for (const Copy& copy : copies_) (void)cudaFree(copy.device);
+  }
+
+  // What the operation reads. Null stays null.
+  template <class T>
+  const T* in(const T* host, int64_t count) {
+    return static_cast<const T*>(add(host, count * static_cast<int64_t>(sizeof(T)), nullptr));
+  }
+  const void* in_bytes(const void* host, int64_t bytes) { return add(host, bytes, nullptr); }
+  // What it writes, or both.
+  template <class T>
+  T* in_out(T* host, int64_t count) {
+    return static_cast<T*>(add(host, count * static_cast<int64_t>(sizeof(T)), host));
+  }
+  void* in_out_bytes(void* host, int64_t bytes) { return add(host, bytes, host); }
+
+  // Everything written, back to the host.
+  void read_back() const {
+    for (const Copy& copy : copies_) {
+      if (copy.host != nullptr && copy.bytes > 0) {
+        must_cuda(cudaMemcpy(copy.host, copy.device, static_cast<size_t>(copy.bytes), cudaMemcpyDeviceToHost));
+      }
+    }
+  }
+
+ private:
+  struct Copy {
+    void* device;
+    void* host;
+    int64_t bytes;
+  };
+  void* add(const void* from, int64_t bytes, void* back) {
+    if (from == nullptr) return nullptr;
+    void* device = nullptr;
+    must_cuda(cudaMalloc(&device, static_cast<size_t>(bytes > 0 ? bytes : 1)));
+    if (bytes > 0) must_cuda(cudaMemcpy(device, from, static_cast<size_t>(bytes), cudaMemcpyHostToDevice));
+    copies_.push_back({device, back, bytes});
+    return device;
+  }
+
+  std::vector<Copy> copies_;
+};
+
+// Bytes that `count` parts at a stride reach over.
+inline int64_t reach(int64_t count, int64_t stride, int64_t part) { return count > 0 ? (count - 1) * stride + part : 0; }
 
 // Waits for what was launched on the default stream: a fault of the kernel is its Status.
 inline absl::Status finish_on_device(const absl::Status& launched) {

@@ -1,0 +1,33 @@
+// How select_topk is cut over a GPU: plain numbers, made from host-known sizes and the device's facts, tuned by table.
+//
+// What must stay true:
+//  1. A plan changes the time and never the answer; tests run several and compare bit for bit.
+//  2. A plan depends on capacities alone (rows, length_max, k), so a captured graph keeps it whatever the lengths are.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "kernels/launch.h"
+#include "kernels/select_topk.h"
+
+namespace needle {
+
+struct SelectPlan {
+  int threads = 0;       // a block: 512 or 1024
+  int cluster = 1;       // blocks that share a row, each with its part: 1, 2, 4, 8 or 16
+  int cluster_log2 = 0;
+  int capacity = 0;      // rank keys that a block's buffer holds, even, >= k + threads
+  int stages = 0;        // of the ring of score tiles, each two 16-byte vectors a thread
+  int64_t shared_bytes = 0;
+};
+
+SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts);
+
+// select_topk_cuda with a plan of the caller's. Refuses plans that the device or `k` rules out.
+absl::Status select_topk_cuda_planned(const SelectTopkArgs& args, const SelectPlan& plan, void* stream);
+
+// Dynamic shared memory of a plan; the plan's shared_bytes is this.
+int64_t select_topk_shared_bytes(const SelectPlan& plan);
+
+}  // namespace needle

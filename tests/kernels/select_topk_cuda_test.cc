@@ -1,0 +1,257 @@
+// The battery of select_topk, merge_topk and list_slots on the CUDA twin, under its own plan and under plans that it
+// would not choose: every cluster width, both block sizes, the smallest buffer and ring. Plans may not change an answer.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "kernels/select_topk_plan.h"
+#include "tests/kernels/device_array.h"
+#include "tests/kernels/select_topk_battery.h"
+
+namespace needle::testing {
+namespace {
+
+using Select = std::function<absl::Status(const SelectTopkArgs&)>;
+
+// Runs `select` on device copies of everything that the arguments name.
+absl::Status select_on_device(const SelectTopkArgs& host, const Select& select) {
+  absl::Status possible = check_select_topk(host);
+  if (!possible.ok()) return select(host);  // refused before any pointer is looked at
+  const int64_t cells = host.rows * host.out_stride;
+  const DeviceArray<float> scores(host.scores, host.rows * host.score_stride);
+  const DeviceArray<int32_t> lengths(host.lengths, host.rows);
+  const DeviceArray<int32_t> pages(host.pages.pages, host.pages.rows * host.pages.row_stride);
+  const DeviceArray<int32_t> entry_base(host.pages.entry_base, host.pages.rows);
+  const DeviceArray<int32_t> row_of(host.row_of, host.rows);
+  const DeviceArray<int32_t> positions(host.positions, cells);
+  const DeviceArray<int32_t> slots(host.slots, cells);
+  const DeviceArray<float> out_scores(host.out_scores, cells);
+  const DeviceArray<int32_t> counts(host.counts, host.rows);
+  const DeviceArray<OpReport> report(host.report, 1);
+  SelectTopkArgs args = host;
+  args.scores = scores.get();
+  args.lengths = lengths.get();
+  args.pages.pages = pages.get();
+  args.pages.entry_base = entry_base.get();
+  args.row_of = row_of.get();
+  args.positions = positions.get();
+  args.slots = slots.get();
+  args.out_scores = out_scores.get();
+  args.counts = counts.get();
+  args.report = report.get();
+  absl::Status done = finish_on_device(select(args));
+  if (!done.ok()) return done;
+  positions.read_back(host.positions);
+  slots.read_back(host.slots);
+  out_scores.read_back(host.out_scores);
+  counts.read_back(host.counts);
+  report.read_back(host.report);
+  return done;
+}
+
+absl::Status merge_on_device(const MergeTopkArgs& host) {
+  absl::Status possible = check_merge_topk(host);
+  if (!possible.ok()) return merge_topk_cuda(host, nullptr, 0, nullptr);
+  const int64_t lists = int64_t{host.shards} * host.rows;
+  const int64_t cells = host.rows * host.out_stride;
+  const DeviceArray<int32_t> positions(host.positions, lists * host.in_stride);
+  const DeviceArray<float> scores(host.scores, lists * host.in_stride);
+  const DeviceArray<int32_t> counts(host.counts, lists);
+  const DeviceArray<int32_t> slots(host.slots, lists * host.in_stride);
+  const DeviceArray<int32_t> out_positions(host.out_positions, cells);
+  const DeviceArray<float> out_scores(host.out_scores, cells);
+  const DeviceArray<int32_t> out_slots(host.out_slots, cells);
+  const DeviceArray<int32_t> out_counts(host.out_counts, host.rows);
+  const DeviceArray<OpReport> report(host.report, 1);
+  MergeTopkArgs args = host;
+  args.positions = positions.get();
+  args.scores = scores.get();
+  args.counts = counts.get();
+  args.slots = slots.get();
+  args.out_positions = out_positions.get();
+  args.out_scores = out_scores.get();
+  args.out_slots = out_slots.get();
+  args.out_counts = out_counts.get();
+  args.report = report.get();
+  absl::Status done = finish_on_device(merge_topk_cuda(args, nullptr, 0, nullptr));
+  if (!done.ok()) return done;
+  out_positions.read_back(host.out_positions);
+  out_scores.read_back(host.out_scores);
+  out_slots.read_back(host.out_slots);
+  out_counts.read_back(host.out_counts);
+  report.read_back(host.report);
+  return done;
+}
+
+absl::Status list_on_device(const ListSlotsArgs& host) {
+  absl::Status possible = check_list_slots(host);
+  if (!possible.ok()) return list_slots_cuda(host, nullptr);
+  const int64_t cells = host.rows * host.out_stride;
+  const DeviceArray<int32_t> pages(host.pages.pages, host.pages.rows * host.pages.row_stride);
+  const DeviceArray<int32_t> entry_base(host.pages.entry_base, host.pages.rows);
+  const DeviceArray<int32_t> lengths(host.lengths, host.rows);
+  const DeviceArray<int32_t> positions(host.positions, cells);
+  const DeviceArray<int32_t> slots(host.slots, cells);
+  const DeviceArray<int32_t> counts(host.counts, host.rows);
+  const DeviceArray<OpReport> report(host.report, 1);
+  ListSlotsArgs args = host;
+  args.pages.pages = pages.get();
+  args.pages.entry_base = entry_base.get();
+  args.lengths = lengths.get();
+  args.positions = positions.get();
+  args.slots = slots.get();
+  args.counts = counts.get();
+  args.report = report.get();
+  absl::Status done = finish_on_device(list_slots_cuda(args, nullptr));
+  if (!done.ok()) return done;
+  positions.read_back(host.positions);
+  slots.read_back(host.slots);
+  counts.read_back(host.counts);
+  report.read_back(host.report);
+  return done;
+}
+
+SelectTwin twin_of(const std::string& name, const Select& select) {
+  SelectTwin twin;
+  twin.name = name;
+  twin.unavailable = no_gpu_because();
+  twin.select = [select](const SelectTopkArgs& args) { return select_on_device(args, select); };
+  twin.merge = merge_on_device;
+  twin.list = list_on_device;
+  return twin;
+}
+
+// A plan for any arguments with the given shape, and the least capacity that k allows.
+Select planned(int threads, int cluster, int stages, int capacity_wanted) {
+  return [=](const SelectTopkArgs& args) {
+    int capacity = std::max(capacity_wanted, args.k + threads);
+    if (args.order == TopkOrder::kByRank) {
+      int power = 1;
+      while (power < args.k) power <<= 1;
+      capacity = std::max(capacity, power);
+    }
+    int log2 = 0;
+    while (1 << log2 < cluster) ++log2;
+    SelectPlan plan{threads, cluster, log2, (capacity + threads - 1) / threads * threads, stages, 0};
+    plan.shared_bytes = select_topk_shared_bytes(plan);
+    return select_topk_cuda_planned(args, plan, nullptr);
+  };
+}
+
+std::vector<SelectTwin> cuda_twins() {
+  return {
+      twin_of("cuda", [](const SelectTopkArgs& args) { return select_topk_cuda(args, nullptr, 0, nullptr); }),
+      twin_of("cuda_one_block_of_1024", planned(1024, 1, 3, 4096)),
+      twin_of("cuda_smallest_buffers", planned(512, 1, 1, 0)),
+      twin_of("cuda_cluster_of_2", planned(1024, 2, 4, 4096)),
+      twin_of("cuda_cluster_of_8", planned(1024, 8, 4, 4096)),
+      twin_of("cuda_cluster_of_16_small", planned(512, 16, 2, 0)),
+  };
+}
+
+struct TwinCase {
+  SelectTwin twin;
+  SelectCase test;
+};
+
+std::vector<TwinCase> every_twin_and_case() {
+  std::vector<TwinCase> all;
+  for (const SelectTwin& twin : cuda_twins()) {
+    for (const SelectCase& test : select_topk_battery()) all.push_back({twin, test});
+  }
+  return all;
+}
+
+class SelectTopkCuda : public ::testing::TestWithParam<TwinCase> {};
+
+TEST_P(SelectTopkCuda, battery) {
+  const TwinCase& param = GetParam();
+  if (!param.twin.unavailable.empty()) GTEST_SKIP() << param.twin.unavailable;
+  param.test.run(param.twin);
+}
+
+INSTANTIATE_TEST_SUITE_P(twins, SelectTopkCuda, ::testing::ValuesIn(every_twin_and_case()),
+                         [](const ::testing::TestParamInfo<TwinCase>& instance) {
+                           return instance.param.twin.name + "_" + instance.param.test.name;
+                         });
+
+// Small enough for racecheck: one row on every path, each case once.
+TEST(SelectTopkCudaSmall, every_path_once) {
+  const std::string reason = no_gpu_because();
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  Rng rng(77);
+  SelectProblem problem;
+  problem.k = 40;
+  problem.rows = {row_by(9001, [&](int64_t) { return gaussian(rng); }), row_by(9001, [](int64_t) { return 1.0f; }),
+                  row_by(39, [&](int64_t) { return gaussian(rng); }), row_by(8003, [](int64_t i) { return float(i); }),
+                  row_by(8100, [](int64_t i) { return i % 2 ? kNan : kAbsent; })};
+  for (const SelectTwin& twin : cuda_twins()) {
+    SCOPED_TRACE(twin.name);
+    problem.order = TopkOrder::kByPosition;
+    expect_exact(twin, problem);
+    problem.order = TopkOrder::kByRank;
+    expect_exact(twin, problem);
+  }
+  a_merge_skips_padding_and_absent_members(cuda_twins()[0]);
+}
+
+TEST(SelectTopkCudaSmall, a_guess_that_is_too_high_is_counted_and_repaired) {
+  const std::string reason = no_gpu_because();
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  // Fewer numbers than k among absent entries: a sample sees some of them, and no threshold but 0 keeps them all.
+  SelectProblem problem;
+  problem.k = 2000;
+  Rng rng(78);
+  problem.rows = {row_by(60000, [&](int64_t i) { return i % 30 == 7 ? gaussian(rng) : kAbsent; }),
+                  row_by(60000, [&](int64_t i) { return i < 30000 ? kNan : static_cast<float>(i % 7); })};
+  for (const SelectTwin& twin : cuda_twins()) {
+    SCOPED_TRACE(twin.name);
+    expect_exact(twin, problem);
+  }
+}
+
+TEST(SelectTopkCudaPlan, refuses_an_impossible_plan_before_any_launch) {
+  float score = 0;
+  int32_t cell = 0;
+  SelectTopkArgs args;
+  args.scores = &score;
+  args.score_stride = 1;
+  args.lengths = &cell;
+  args.rows = 1;
+  args.length_max = 1;
+  args.k = 1;
+  args.positions = &cell;
+  args.counts = &cell;
+  args.out_stride = 1;
+  for (const SelectPlan& plan : {SelectPlan{256, 1, 0, 4096, 1, 0}, SelectPlan{512, 3, 1, 4096, 1, 0},
+                                 SelectPlan{512, 32, 5, 4096, 1, 0}, SelectPlan{512, 1, 0, 512, 1, 0},
+                                 SelectPlan{512, 1, 0, 4096, 0, 0}, SelectPlan{512, 1, 0, 4097, 1, 0}}) {
+    EXPECT_EQ(select_topk_cuda_planned(args, plan, nullptr).code(), absl::StatusCode::kInvalidArgument);
+  }
+}
+
+TEST(SelectTopkCudaPlan, every_plan_fits_its_gpu) {
+  for (const DeviceFacts& facts : {DeviceFacts{0, 9, 0, 132, 232448, 60 << 20}, DeviceFacts{0, 10, 0, 148, 232448, 126 << 20},
+                                   DeviceFacts{0, 12, 0, 188, 101376, 128 << 20}}) {
+    for (const int rows : {1, 4, 16, 64, 256, 4096}) {
+      for (const int k : {1, 512, 1024, 2048, 8192}) {
+        for (const int length : {1, 513, 16384, 131072, 1048576}) {
+          SelectTopkArgs args;
+          args.rows = rows;
+          args.k = k;
+          args.length_max = length;
+          const SelectPlan plan = plan_select_topk(args, facts);
+          EXPECT_LE(plan.shared_bytes, facts.shared_bytes_per_block) << rows << " " << k << " " << length;
+          EXPECT_GE(plan.capacity, k + plan.threads);
+          EXPECT_GE(plan.capacity, k == 8192 ? 8192 : k);
+          EXPECT_GE(plan.stages, 1);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace needle::testing

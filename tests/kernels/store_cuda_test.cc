@@ -1,0 +1,170 @@
+// The batteries of store, of the compressor state and of prepare_index_q on the CUDA twins (store_cuda and
+// compressor_state_cuda are one battery, as on the host).
+#include <gtest/gtest.h>
+
+#include <cctype>
+#include <string>
+
+#include "tests/kernels/device_array.h"
+#include "tests/kernels/prepare_index_q_battery.h"
+#include "tests/kernels/store_battery.h"
+
+namespace needle::testing {
+namespace {
+
+int64_t row_bytes(const RowsView& rows, int64_t count, int64_t columns) {
+  return reach(count, rows.row_stride, columns) * (rows.element == RowElement::kFp32 ? 4 : 2);
+}
+
+EntryChain chain_on_device(const EntryChain& host, DeviceCopies& copies) {
+  EntryChain chain = host;
+  chain.norm_weight = copies.in(host.norm_weight, norm_dims(host.component.head_dim));
+  chain.norm_bias = copies.in(host.norm_bias, norm_dims(host.component.head_dim));
+  chain.rope.cos_sin = copies.in(host.rope.cos_sin, host.rope.positions * kRopeDims);
+  return chain;
+}
+
+MutableLayerView layer_on_device(const MutableLayerView& host, DeviceCopies& copies) {
+  MutableLayerView layer = host;
+  layer.base = copies.in_out(host.base, reach(host.page_count, host.page_stride,
+                                              layer_page_bytes(host.element, host.head_dim, host.slots_per_page)));
+  return layer;
+}
+
+StateView state_on_device(const StateView& host, DeviceCopies& copies) {
+  StateView state = host;
+  state.base = copies.in_out(
+      host.base, reach(host.count, host.stride,
+                       state_record_bytes(host.form, host.ratio, host.head_dim, host.speculative_rows)));
+  return state;
+}
+
+PageTableView table_on_device(const PageTableView& host, DeviceCopies& copies) {
+  PageTableView pages = host;
+  pages.pages = copies.in(host.pages, host.rows * host.row_stride);
+  pages.entry_base = copies.in(host.entry_base, host.rows);
+  return pages;
+}
+
+absl::Status rows_on_device(const StoreRowsArgs& host) {
+  if (!check_store_rows(host).ok()) return store_rows_cuda(host, nullptr, 0, nullptr);
+  DeviceCopies copies;
+  const int64_t dims = host.chain.component.head_dim;
+  const int64_t columns = row_halves(host.chain.component.ratio) * dims;
+  StoreRowsArgs args = host;
+  args.chain = chain_on_device(host.chain, copies);
+  args.out = layer_on_device(host.out, copies);
+  args.pages = table_on_device(host.pages, copies);
+  args.kv.data = copies.in_bytes(host.kv.data, row_bytes(host.kv, host.rows, columns));
+  args.gate.data = copies.in_bytes(host.gate.data, row_bytes(host.gate, host.rows, columns));
+  args.position_bias = copies.in(host.position_bias, host.chain.component.ratio * columns);
+  args.sequences = copies.in(host.sequences, host.sequence_count);
+  if (host.chain.component.ratio > 1) args.state = state_on_device(host.state, copies);
+  args.boundaries.base =
+      copies.in_out(host.boundaries.base, reach(host.boundaries.count, host.boundaries.stride, boundary_record_bytes(dims)));
+  args.boundary_requests = copies.in(host.boundary_requests, host.boundary_count);
+  args.finished = copies.in_out(host.finished, reach(host.rows, host.finished_stride, dims));
+  args.report = copies.in_out(host.report, 1);
+  const absl::Status done = finish_on_device(store_rows_cuda(args, nullptr, 0, nullptr));
+  if (done.ok()) copies.read_back();
+  return done;
+}
+
+absl::Status pooled_on_device(const StorePooledArgs& host) {
+  if (!check_store_pooled(host).ok()) return store_pooled_cuda(host, nullptr);
+  DeviceCopies copies;
+  const int64_t dims = host.chain.component.head_dim;
+  StorePooledArgs args = host;
+  args.chain = chain_on_device(host.chain, copies);
+  args.out = layer_on_device(host.out, copies);
+  args.rows.data = copies.in_bytes(host.rows.data, row_bytes(host.rows, host.count, dims));
+  args.slots = copies.in(host.slots, host.count);
+  args.positions = copies.in(host.positions, host.count);
+  args.finished = copies.in_out(host.finished, reach(host.count, host.finished_stride, dims));
+  args.report = copies.in_out(host.report, 1);
+  const absl::Status done = finish_on_device(store_pooled_cuda(args, nullptr));
+  if (done.ok()) copies.read_back();
+  return done;
+}
+
+absl::Status init_on_device(const InitStateArgs& host) {
+  if (!check_init_state(host).ok()) return init_state_cuda(host, nullptr);
+  DeviceCopies copies;
+  InitStateArgs args = host;
+  args.state = state_on_device(host.state, copies);
+  args.boundaries.base = copies.in_out(
+      host.boundaries.base, reach(host.boundaries.count, host.boundaries.stride, boundary_record_bytes(host.state.head_dim)));
+  args.starts = copies.in(host.starts, host.count);
+  args.report = copies.in_out(host.report, 1);
+  const absl::Status done = finish_on_device(init_state_cuda(args, nullptr));
+  if (done.ok()) copies.read_back();
+  return done;
+}
+
+absl::Status commit_on_device(const CommitStateArgs& host) {
+  if (!check_commit_state(host).ok()) return commit_state_cuda(host, nullptr);
+  DeviceCopies copies;
+  CommitStateArgs args = host;
+  if (host.ratio > 1) args.state = state_on_device(host.state, copies);
+  args.out = layer_on_device(host.out, copies);
+  args.pages = table_on_device(host.pages, copies);
+  args.position_bias = copies.in(host.position_bias, int64_t{host.ratio} * row_halves(host.ratio) * host.out.head_dim);
+  args.commits = copies.in(host.commits, host.count);
+  args.report = copies.in_out(host.report, 1);
+  const absl::Status done = finish_on_device(commit_state_cuda(args, nullptr));
+  if (done.ok()) copies.read_back();
+  return done;
+}
+
+StoreTwin cuda_store() {
+  StoreTwin twin;
+  twin.name = "cuda";
+  twin.refuses_bad_ids = false;
+  twin.works_in_host_memory = false;
+  twin.rows = [](const StoreRowsArgs& args, int) { return rows_on_device(args); };
+  twin.pooled = [](const StorePooledArgs& args, int) { return pooled_on_device(args); };
+  twin.init = init_on_device;
+  twin.commit = commit_on_device;
+  return twin;
+}
+
+class StoreCuda : public ::testing::TestWithParam<size_t> {};
+
+TEST_P(StoreCuda, battery) {
+  if (const std::string reason = no_gpu_because(); !reason.empty()) GTEST_SKIP() << reason;
+  store_cases()[GetParam()].run(cuda_store());
+}
+INSTANTIATE_TEST_SUITE_P(, StoreCuda, ::testing::Range(size_t{0}, store_cases().size()),
+                         [](const auto& each) { return std::string(store_cases()[each.param].name); });
+
+absl::Status prepare_on_device(const PrepareIndexQArgs& host) {
+  if (!check_prepare_index_q(host).ok()) return prepare_index_q_cuda(host, nullptr);
+  DeviceCopies copies;
+  PrepareIndexQArgs args = host;
+  const int64_t heads = host.tokens * host.heads;
+  const int64_t bytes = host.element == QueryElement::kBf16 ? 256 : host.element == QueryElement::kFp8 ? 128 : 64;
+  args.rope.cos_sin = copies.in(host.rope.cos_sin, host.rope.positions * kRopeDims);
+  args.q.data = copies.in_bytes(host.q.data, row_bytes(host.q, host.tokens, int64_t{host.heads} * kIndexHeadDim));
+  args.raw_weights.data = copies.in_bytes(host.raw_weights.data, row_bytes(host.raw_weights, host.tokens, host.heads));
+  args.positions = copies.in(host.positions, host.tokens);
+  args.out_q = copies.in_out_bytes(host.out_q, heads * bytes);
+  args.out_q_scale = copies.in_out(host.out_q_scale, heads * 4);
+  args.out_weights = copies.in_out(host.out_weights, heads);
+  args.report = copies.in_out(host.report, 1);
+  const absl::Status done = finish_on_device(prepare_index_q_cuda(args, nullptr));
+  if (done.ok()) copies.read_back();
+  return done;
+}
+
+class PrepareIndexQCuda : public ::testing::TestWithParam<size_t> {};
+
+TEST_P(PrepareIndexQCuda, battery) {
+  if (const std::string reason = no_gpu_because(); !reason.empty()) GTEST_SKIP() << reason;
+  prepare_cases()[GetParam()].run(
+      {"cuda", false, [](const PrepareIndexQArgs& args, int) { return prepare_on_device(args); }});
+}
+INSTANTIATE_TEST_SUITE_P(, PrepareIndexQCuda, ::testing::Range(size_t{0}, prepare_cases().size()),
+                         [](const auto& each) { return std::string(prepare_cases()[each.param].name); });
+
+}  // namespace
+}  // namespace needle::testing
