@@ -25,6 +25,11 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
                "r"(bytes)
                : "memory");
 }
+// Announces bytes without arriving.
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
 // Returns once the phase of this parity has completed; the first phase has parity 0. The instruction sleeps inside.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(

@@ -38,25 +38,43 @@ absl::StatusOr<EncodeTensorMap> encode_tensor_map() {
   return found;
 }
 
-// bf16 keys of one layer as a tensor: 128 columns x slots x pages, read in boxes of 64 columns x 64 slots x 1 page,
-// which arrive in the 128-byte swizzle that wgmma reads.
-absl::Status map_keys(const LayerView& keys, CUtensorMap& map) {
+// A tensor of bf16 vectors of 128, read in boxes of 64 columns that arrive in the 128-byte swizzle wgmma reads. `rows` of
+// them lie together, `groups` of those `group_stride` bytes apart; a box takes `box_rows` x `box_groups`, and what it has
+// beyond the tensor arrives as zeros.
+struct VectorTensor {
+  const void* base;
+  int64_t rows, groups, group_stride;
+  int box_rows, box_groups;
+};
+absl::Status map_vectors(const char* what, const VectorTensor& tensor, CUtensorMap& map) {
   absl::StatusOr<EncodeTensorMap> encode = encode_tensor_map();
   if (!encode.ok()) return encode.status();
-  const cuuint64_t extents[3] = {kIndexHeadDim, static_cast<cuuint64_t>(keys.slots_per_page),
-                                 static_cast<cuuint64_t>(keys.page_count)};
-  const cuuint64_t strides[2] = {kIndexHeadDim * 2, static_cast<cuuint64_t>(keys.page_stride)};  // bytes
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(std::min(keys.slots_per_page, kTileSlots)), 1};
+  const cuuint64_t extents[3] = {kIndexHeadDim, static_cast<cuuint64_t>(tensor.rows), static_cast<cuuint64_t>(tensor.groups)};
+  const cuuint64_t strides[2] = {kIndexHeadDim * 2, static_cast<cuuint64_t>(tensor.group_stride)};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(tensor.box_rows), static_cast<cuuint32_t>(tensor.box_groups)};
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = (*encode)(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
-                                    const_cast<std::byte*>(keys.base), extents, strides, box, steps,
-                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  const CUresult result = (*encode)(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(tensor.base), extents,
+                                    strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("index_logits_cuda: cuTensorMapEncodeTiled refused base ", reinterpret_cast<uintptr_t>(keys.base),
-                     ", stride ", keys.page_stride, ", ", keys.slots_per_page, " slots, ", keys.page_count,
-                     " pages: CUresult ", static_cast<int>(result)));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "index_logits_cuda: cuTensorMapEncodeTiled refused ", what, " at ", reinterpret_cast<uintptr_t>(tensor.base), ", ",
+        tensor.rows, " x ", tensor.groups, ", stride ", tensor.group_stride, ": CUresult ", static_cast<int>(result)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status map_operands(const IndexLogitsArgs& args, const logits::Plan& plan, logits::TensorMaps& maps) {
+  const LayerView& keys = args.keys;
+  if (keys.page_count > 0) {
+    const VectorTensor tensor{keys.base, keys.slots_per_page, keys.page_count, keys.page_stride,
+                              std::min(keys.slots_per_page, kTileSlots), 1};
+    if (absl::Status status = map_vectors("keys", tensor, maps.keys); !status.ok()) return status;
+  }
+  if (args.q_element == QueryElement::kBf16) {
+    const VectorTensor tensor{args.q, args.heads, args.query_count, int64_t{args.heads} * kIndexHeadDim * 2, plan.heads,
+                              plan.tokens};
+    return map_vectors("queries", tensor, maps.queries);
   }
   return absl::OkStatus();
 }
@@ -84,9 +102,22 @@ absl::Status index_logits_cuda(const IndexLogitsArgs& args, void* scratch, int64
   return index_logits_cuda_tuned(args, logits_tuning(facts->major, facts->minor, kSm90aCompiled), stream);
 }
 
+absl::StatusOr<ScoreVariant> score_variant_cuda() {
+  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+  if (!facts.ok()) return facts.status();
+  if (logits_tuning(facts->major, facts->minor, kSm90aCompiled).wgmma) return ScoreVariant::kCudaSm90;
+  if (facts->major == 10) return ScoreVariant::kCudaSm100;
+  if (facts->major == 12) return ScoreVariant::kCudaSm120;
+  return ScoreVariant::kCudaPlain;
+}
+
 absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTuning& tuning, void* stream) {
   if (absl::Status status = check_index_logits(args); !status.ok()) return status;
   if (args.query_count == 0 || args.entry_count == 0) return absl::OkStatus();
+  if (reinterpret_cast<uintptr_t>(args.q) % 16 != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("index_logits_cuda: q lies at ", reinterpret_cast<uintptr_t>(args.q),
+                                                   "; queries must start on a multiple of 16 bytes"));
+  }
   const absl::StatusOr<DeviceFacts> facts = current_device_facts();
   if (!facts.ok()) return facts.status();
   logits::Plan plan;
@@ -94,18 +125,19 @@ absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTu
   plan.tokens = logits::tokens_a_run(plan.heads, args.query_row != nullptr ? kSpeculativeRowsMax : args.queries_per_row);
   plan.blocks = tuning.blocks > 0 ? tuning.blocks : facts->multiprocessors;
   plan.shared_limit = facts->shared_bytes_per_block - tuning.shared_bytes_left;
-  plan.ring_stages_max = tuning.ring_stages_max;
+  plan.ring_stages_max =
+      args.keys.element == ElementFormat::kBf16 ? tuning.ring_stages_max : tuning.converted_ring_stages_max;
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   const ElementFormat element = args.keys.element;
 #ifdef NEEDLE_HAVE_SM90A
   if (tuning.wgmma) {
-    CUtensorMap key_map{};
-    if (element == ElementFormat::kBf16 && args.keys.page_count > 0) {
-      if (absl::Status status = map_keys(args.keys, key_map); !status.ok()) return status;
+    logits::TensorMaps maps;
+    if (element == ElementFormat::kBf16) {
+      if (absl::Status status = map_operands(args, plan, maps); !status.ok()) return status;
     }
-    return element == ElementFormat::kBf16  ? logits::launch_sm90_bf16(plan, args, key_map, cuda_stream)
-           : element == ElementFormat::kFp8 ? logits::launch_sm90_fp8(plan, args, key_map, cuda_stream)
-                                            : logits::launch_sm90_fp4(plan, args, key_map, cuda_stream);
+    return element == ElementFormat::kBf16  ? logits::launch_sm90_bf16(plan, args, maps, cuda_stream)
+           : element == ElementFormat::kFp8 ? logits::launch_sm90_fp8(plan, args, maps, cuda_stream)
+                                            : logits::launch_sm90_fp4(plan, args, maps, cuda_stream);
   }
 #else
   if (tuning.wgmma) {

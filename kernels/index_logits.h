@@ -25,6 +25,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "base/workers.h"
 #include "kernels/cpu_isa.h"
 #include "kernels/pool_view.h"
@@ -93,6 +94,7 @@ enum class ScoreVariant : uint32_t {
   kCudaPlain = 19,  // the fall-back without architecture-specific instructions
 };
 ScoreVariant score_variant(CpuIsa isa);
+absl::StatusOr<ScoreVariant> score_variant_cuda();  // of the current device, in this build
 bool flushes_denormals(ScoreVariant variant);
 
 }  // namespace needle

@@ -29,7 +29,7 @@ struct Run {
   int token = 0;      // first query
   int count = 0;      // queries, 1..kTokens; 0: there are no more
   int row = 0;        // page-table row; -1 where query_row names none
-  int64_t tiles = 0;  // tiles up to the longest visible length of the run, within the chunk
+  int tiles = 0;      // tiles up to the longest visible length of the run, within the chunk
 };
 
 __device__ __forceinline__ int row_of_query(const IndexLogitsArgs& args, int token) {
@@ -37,12 +37,14 @@ __device__ __forceinline__ int row_of_query(const IndexLogitsArgs& args, int tok
 }
 
 // Entries of the chunk that the query sees.
-__device__ __forceinline__ int64_t visible_entries(const IndexLogitsArgs& args, int token) {
-  const int64_t visible = args.visible[token] - args.entry_begin;
-  return visible < 0 ? 0 : visible > args.entry_count ? args.entry_count : visible;
+__device__ __forceinline__ int visible_entries(const IndexLogitsArgs& args, int token) {
+  // check_index_logits keeps entry_begin + entry_count within int32, and so is everything counted in entries or tiles.
+  const int visible = args.visible[token];
+  const int begin = static_cast<int>(args.entry_begin);
+  return visible <= begin ? 0 : min(visible - begin, static_cast<int>(args.entry_count));
 }
 
-__device__ __forceinline__ int64_t tiles_of_entries(const IndexLogitsArgs& args, int64_t entries) {
+__device__ __forceinline__ int tiles_of_entries(const IndexLogitsArgs& args, int entries) {
   const int slots = args.keys.slots_per_page;
   if (slots == kTileSlots) return (entries + kTileSlots - 1) >> 6;
   const int tiles_a_page = (slots + kTileSlots - 1) / kTileSlots;
@@ -65,12 +67,11 @@ __device__ __forceinline__ Run run_at(const IndexLogitsArgs& args, int token) {
     end = (token / kTokens + 1) * kTokens;
   }
   end = min(end, args.query_count);
-  int64_t entries = visible_entries(args, token);
+  int entries = visible_entries(args, token);
   int count = 1;
   for (; token + count < end; ++count) {
     if (args.query_row != nullptr && args.query_row[token + count] != row) break;
-    const int64_t other = visible_entries(args, token + count);
-    entries = other > entries ? other : entries;
+    entries = max(entries, visible_entries(args, token + count));
   }
   run.count = count;
   run.row = row >= 0 && row < args.pages.rows ? row : -1;
@@ -81,13 +82,13 @@ __device__ __forceinline__ Run run_at(const IndexLogitsArgs& args, int token) {
 // A block's piece of the work, walked run by run. Each role of the block walks its own copy.
 struct Piece {
   Run run;
-  int64_t tile = 0;   // first tile of the run that belongs to the piece
-  int64_t left = 0;   // tiles from there to the end of the piece, over all runs
+  int tile = 0;      // first tile of the run that belongs to the piece
+  int64_t left = 0;  // tiles from there to the end of the piece, over all runs
 };
 
-__device__ __forceinline__ int64_t tiles_here(const Piece& piece) {
-  const int64_t rest = piece.run.tiles - piece.tile;
-  return rest < piece.left ? rest : piece.left;
+__device__ __forceinline__ int tiles_here(const Piece& piece) {
+  const int rest = piece.run.tiles - piece.tile;
+  return rest < piece.left ? rest : static_cast<int>(piece.left);
 }
 // To the next run that has tiles. Call only after tiles_here() tiles were taken, while tiles are left.
 template <int kTokens>
@@ -135,7 +136,7 @@ __device__ __forceinline__ Piece find_piece(const IndexLogitsArgs& args, int64_t
     for (int token = first;; ++token) {
       const Run run = run_at<kTokens>(args, token);
       if (begin < at + run.tiles) {
-        *found = Piece{run, begin - at, end - begin};
+        *found = Piece{run, static_cast<int>(begin - at), end - begin};
         break;
       }
       at += run.tiles;
@@ -147,21 +148,21 @@ __device__ __forceinline__ Piece find_piece(const IndexLogitsArgs& args, int64_t
 
 // Where tile `tile` of a row lies: table column, first slot in the page, first entry of the chunk, slots in the tile.
 struct TilePlace {
-  int64_t column = 0;
-  int64_t entry = 0;  // relative to entry_begin
+  int column = 0;
+  int entry = 0;  // relative to entry_begin
   int slot = 0;
   int slots = 0;
 };
-__device__ __forceinline__ TilePlace place_of_tile(const IndexLogitsArgs& args, int64_t first_column, int64_t tile) {
+__device__ __forceinline__ TilePlace place_of_tile(const IndexLogitsArgs& args, int first_column, int tile) {
   const int slots = args.keys.slots_per_page;
   if (slots == kTileSlots) return {first_column + tile, tile * kTileSlots, 0, kTileSlots};
   const int tiles_a_page = (slots + kTileSlots - 1) / kTileSlots;
-  const int64_t page = tile / tiles_a_page;
-  const int slot = static_cast<int>(tile % tiles_a_page) * kTileSlots;
+  const int page = tile / tiles_a_page;
+  const int slot = tile % tiles_a_page * kTileSlots;
   return {first_column + page, page * slots + slot, slot, min(kTileSlots, slots - slot)};
 }
 // The page id at a column of a row, kNoPage where the table has none or the pool has no such page.
-__device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, int row, int64_t column) {
+__device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, int row, int column) {
   if (row < 0 || column >= args.pages.pages_per_row) return kNoPage;
   const int32_t page = __ldg(args.pages.pages + row * args.pages.row_stride + column);
   return page >= 0 && page < args.keys.page_count ? page : kNoPage;
@@ -206,12 +207,46 @@ __device__ __forceinline__ float2 query_pair(const IndexLogitsArgs& args, int64_
   }
 }
 
+// Eight neighbouring elements as they lie in memory, and the same as numbers.
+struct QueryChunk {
+  uint4 bits;
+  uint32_t scale;  // ue8m0, fp4 only
+};
+template <QueryElement kQuery>
+__device__ __forceinline__ QueryChunk query_chunk(const IndexLogitsArgs& args, int64_t vector, int chunk) {
+  QueryChunk raw = {};
+  if constexpr (kQuery == QueryElement::kBf16) {
+    raw.bits = __ldg(static_cast<const uint4*>(args.q) + vector * (kIndexHeadDim / 8) + chunk);
+  } else if constexpr (kQuery == QueryElement::kFp8) {
+    const uint2 bits = __ldg(static_cast<const uint2*>(args.q) + vector * (kIndexHeadDim / 8) + chunk);
+    raw.bits.x = bits.x;
+    raw.bits.y = bits.y;
+  } else {
+    raw.bits.x = __ldg(static_cast<const uint32_t*>(args.q) + vector * (kIndexHeadDim / 8) + chunk);
+    raw.scale = __ldg(args.q_scale + vector * (kIndexHeadDim / 32) + chunk / 4);
+  }
+  return raw;
+}
+template <QueryElement kQuery>
+__device__ __forceinline__ float2 pair_of_chunk(const QueryChunk& raw, int pair) {
+  if constexpr (kQuery == QueryElement::kBf16) {
+    const uint32_t bits = pair == 0 ? raw.bits.x : pair == 1 ? raw.bits.y : pair == 2 ? raw.bits.z : raw.bits.w;
+    return {float_of_bf16_bits(bits & 0xFFFFu), float_of_bf16_bits(bits >> 16)};
+  } else if constexpr (kQuery == QueryElement::kFp8) {
+    return float2_of_e4m3x2(static_cast<uint16_t>((pair < 2 ? raw.bits.x : raw.bits.y) >> (16 * (pair % 2))));
+  } else {
+    const uint32_t codes = raw.bits.x >> (8 * pair);
+    const float scale = float_of_ue8m0_code(raw.scale);
+    return {float_of_e2m1_code(codes & 15u) * scale, float_of_e2m1_code((codes >> 4) & 15u) * scale};
+  }
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Keys as matrix operands. A lane reads 16-byte chunks of its two rows and feeds them to the matrix unit in the order
 // in which they lie; the query is permuted to match, so the dot product is the same sum over the same pairs.
 //
 // Step s of 8, lane t of a quad, takes element_of(s, t, 0..3): the first two as k = 2t, 2t + 1, the last two as
-// k = 2t + 8, 2t + 9.
+// k = 2t + 8, 2t + 9. pair_place is the inverse for a pair of neighbours: 4 (2 step + half) + t, in words of two.
 
 template <ElementFormat kKeys>
 struct KeyTraits;
@@ -223,6 +258,9 @@ struct KeyTraits<ElementFormat::kBf16> {
   static constexpr int kStageBytes = kTileBytes;
   // chunks t, t + 4, t + 8, t + 12 of 8 elements, two steps each
   __device__ static constexpr int element_of(int step, int t, int i) { return 8 * (t + 4 * (step / 2)) + 4 * (step % 2) + i; }
+  __device__ static constexpr int pair_place(int pair) {
+    return 4 * (2 * (2 * (pair / 16) + pair % 4 / 2) + pair % 2) + pair / 4 % 4;
+  }
 };
 template <>
 struct KeyTraits<ElementFormat::kFp8> {
@@ -231,6 +269,9 @@ struct KeyTraits<ElementFormat::kFp8> {
   static constexpr int kStageBytes = kTileBytes + kTileSlots * 4;
   // chunks t, t + 4 of 16 elements, four steps each
   __device__ static constexpr int element_of(int step, int t, int i) { return 16 * (t + 4 * (step / 4)) + 4 * (step % 4) + i; }
+  __device__ static constexpr int pair_place(int pair) {
+    return 4 * (2 * (4 * (pair / 32) + pair % 8 / 2) + pair % 2) + pair / 8 % 4;
+  }
 };
 template <>
 struct KeyTraits<ElementFormat::kFp4> {
@@ -239,6 +280,7 @@ struct KeyTraits<ElementFormat::kFp4> {
   static constexpr int kStageBytes = kTileBytes + kTileSlots * 4;
   // chunk t of 32 elements, which is also scale block t
   __device__ static constexpr int element_of(int step, int t, int i) { return 32 * t + 4 * step + i; }
+  __device__ static constexpr int pair_place(int pair) { return 4 * (2 * (pair % 16 / 2) + pair % 2) + pair / 16; }
 };
 
 __device__ __forceinline__ uint32_t half2_of_e4m3x2(uint32_t codes) {
@@ -309,6 +351,20 @@ __device__ __forceinline__ void read_keys(const std::byte* tile, int row, int t,
   }
 }
 
+// d += A x B, 16 x 8 x 16.
+template <bool kHalf>
+__device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (kHalf) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
 // The power of two that a head of queries is multiplied by where the matrix element is f16, and its inverse for the head's
 // weight. f16 then keeps every bf16 number exactly that lies within 2^-31 of the head's largest (brought to 2^14); what is
 // below is cut at 2^-39 of it, far under the fp32 sum's own rounding.
@@ -350,19 +406,38 @@ struct HeadSums {
   float low_even = 0, low_odd = 0, high_even = 0, high_odd = 0;
   __device__ __forceinline__ float2 rows() const { return {low_even + low_odd, high_even + high_odd}; }
 };
-// Adds the next kColumns columns. d[4 j + 2 i + b] is row g + 8 i, column 8 j + 2 t + b; weight_of(j) are the weights of
-// columns 8 j + 2 t and the next.
+// Adds the next kColumns columns. d[4 j + 2 i + b] is row g + 8 i, column 8 j + 2 t + b; weight_of(j), j even, are the
+// weights of columns 8 j + 2 t, 8 j + 2 t + 1, 8 j + 8 + 2 t and 8 j + 9 + 2 t.
 template <int kColumns, class WeightOf>
 __device__ __forceinline__ void add_heads(HeadSums& sums, const float* d, const WeightOf& weight_of) {
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const float2 weight = weight_of(j);
+  for (int j = 0; j < kColumns / 8; j += 2) {
+    const float4 weight = weight_of(j);
     sums.low_even = __fmaf_rn(weight.x, relu(d[4 * j]), sums.low_even);
     sums.low_odd = __fmaf_rn(weight.y, relu(d[4 * j + 1]), sums.low_odd);
     sums.high_even = __fmaf_rn(weight.x, relu(d[4 * j + 2]), sums.high_even);
     sums.high_odd = __fmaf_rn(weight.y, relu(d[4 * j + 3]), sums.high_odd);
+    sums.low_even = __fmaf_rn(weight.z, relu(d[4 * j + 4]), sums.low_even);
+    sums.low_odd = __fmaf_rn(weight.w, relu(d[4 * j + 5]), sums.low_odd);
+    sums.high_even = __fmaf_rn(weight.z, relu(d[4 * j + 6]), sums.high_even);
+    sums.high_odd = __fmaf_rn(weight.w, relu(d[4 * j + 7]), sums.high_odd);
   }
 }
+// Head weights in shared memory, in the order in which a lane of a quad reads them: 16 bytes at a time, each lane's own
+// together, and padded where the quad's four reads would otherwise meet in a bank.
+template <int kHeads>
+struct WeightLayout {
+  static constexpr int kLane = kHeads / 4 + (kHeads > 32 ? 4 : 0);  // floats from one lane of the quad to the next
+  static constexpr int kToken = 4 * kLane;
+
+  __device__ static constexpr int place(int column) {  // token x kHeads + head
+    const int head = column % kHeads;
+    return column / kHeads * kToken + head % 8 / 2 * kLane + head / 8 * 2 + head % 2;
+  }
+  __device__ static const float4* of(const float* weights, int token, int t) {
+    return reinterpret_cast<const float4*>(weights + token * kToken + t * kLane);
+  }
+};
 // Columns past the last head are products with zero, but an infinite key makes them NaN: they must not enter the sum.
 // d is `kColumns` columns of tokens padded to kHeads columns each, the first of them column `first`.
 template <int kColumns, int kHeads>

@@ -29,10 +29,16 @@ constexpr int tokens_a_run(int heads, int queries_a_row) {
   return queries_a_row <= 1 ? 1 : 2;
 }
 
-// sm_90a (index_logits_sm90.cuh). The tensor map is read for bf16 keys alone.
-absl::Status launch_sm90_bf16(const Plan& plan, const IndexLogitsArgs& args, const CUtensorMap& key_map, cudaStream_t stream);
-absl::Status launch_sm90_fp8(const Plan& plan, const IndexLogitsArgs& args, const CUtensorMap& key_map, cudaStream_t stream);
-absl::Status launch_sm90_fp4(const Plan& plan, const IndexLogitsArgs& args, const CUtensorMap& key_map, cudaStream_t stream);
+// Tensor maps of bf16 keys and bf16 queries; either is read only where its element is bf16 (queries: where both are).
+struct TensorMaps {
+  CUtensorMap keys{};
+  CUtensorMap queries{};
+};
+
+// sm_90a (index_logits_sm90.cuh).
+absl::Status launch_sm90_bf16(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream);
+absl::Status launch_sm90_fp8(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream);
+absl::Status launch_sm90_fp4(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream);
 
 // Every GPU since sm_90 (index_logits_mma.cuh).
 absl::Status launch_mma_bf16(const Plan& plan, const IndexLogitsArgs& args, cudaStream_t stream);

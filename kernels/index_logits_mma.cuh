@@ -2,13 +2,14 @@
 // memory a block), sm_100 and plain builds run.
 //
 // One persistent block a multiprocessor: one producer warp streams key tiles as they lie into a ring (bulk copies, so any
-// page stride and any slot count), four pairs of warps score. Tile i of the piece belongs to pair i % 4; a warp takes 32
+// page stride and any slot count), four pairs of warps score. Ring stage i belongs to pair i % 4; a warp takes 32
 // of its keys, holds them as A fragments in registers, and runs over the columns (tokens x padded heads) 64 at a time.
 // Queries lie in shared memory in fragment order, so that a lane reads the fragments of two column groups in 16 bytes.
 //
 // What must stay true:
 //  1. Producer and scoring warps walk the same Piece.
-//  2. A ring stage is free once both warps of the pair hold its keys in registers.
+//  2. A ring stage is free once both warps of the pair hold its keys in registers; it is the same pair's for good (why:
+//     index_logits_sm90.cuh, 3).
 //
 // Rejected: queries in registers (200 of them, 16 keys a warp): no faster where shared memory is not the limit, and
 // impossible beyond 64 columns; ldmatrix: 8-way conflicts on rows of 256 bytes, where 16-byte loads have 2-way ones.
@@ -23,15 +24,15 @@ inline constexpr int kMmaScoringThreads = 256;
 inline constexpr int kMmaThreads = kMmaScoringThreads + 32;
 inline constexpr int kMmaRingStagesMax = 16;
 
-template <int kColumns, int kTokens>
+template <int kHeads, int kTokens>
 struct alignas(16) MmaTail {
   uint64_t full[kMmaRingStagesMax];
   uint64_t empty[kMmaRingStagesMax];
   int64_t sums[kMmaThreads / 32];
   Piece piece;
   int32_t present[kMmaRingStagesMax];  // as in Sm90Tail
-  float weights[kColumns];
-  float scales[kColumns];              // of the queries, where the matrix element is f16
+  alignas(16) float weights[WeightLayout<kHeads>::kToken * kTokens];
+  float scales[kHeads * kTokens];              // of the queries, where the matrix element is f16
   int32_t limits[kTokens];
 };
 
@@ -40,29 +41,16 @@ struct MmaShape {
   static constexpr int kColumns = kHeads * kTokens;
   static constexpr int kQueryBytes = kColumns * kIndexHeadDim * 2;
   static constexpr int kStageBytes = KeyTraits<kKeys>::kStageBytes;
-  using Tail = MmaTail<kColumns, kTokens>;
+  using Tail = MmaTail<kHeads, kTokens>;
   static constexpr int64_t shared_bytes(int stages) {
     return int64_t{kQueryBytes} + int64_t{kStageBytes} * stages + static_cast<int64_t>(sizeof(Tail));
   }
   static constexpr int stages_in(int64_t limit, int most) {
     const int64_t fit = (limit - shared_bytes(0)) / kStageBytes;
-    return static_cast<int>(fit < most ? fit : most);
+    const int stages = static_cast<int>(fit < most ? fit : most);
+    return stages < 4 ? stages : stages / 4 * 4;  // as many stages for each pair
   }
 };
-
-// d += A x B, 16 x 8 x 16.
-template <bool kHalf>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (kHalf) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
 
 __device__ __forceinline__ void scoring_warps_meet() {
   asm volatile("bar.sync 1, %0;" ::"n"(kMmaScoringThreads) : "memory");
@@ -71,7 +59,7 @@ __device__ __forceinline__ void scoring_warps_meet() {
 // The queries of a run in fragment order: 16 bytes for (block of 64 columns, step, pair of column groups, lane).
 template <ElementFormat kKeys, int kHeads, int kTokens>
 __device__ __forceinline__ void load_query_fragments(const IndexLogitsArgs& args, const Run& run, uint4* fragments,
-                                                     MmaTail<kHeads * kTokens, kTokens>& tail) {
+                                                     MmaTail<kHeads, kTokens>& tail) {
   using Traits = KeyTraits<kKeys>;
   constexpr int kColumns = kHeads * kTokens;
   const int thread = threadIdx.x;
@@ -90,10 +78,10 @@ __device__ __forceinline__ void load_query_fragments(const IndexLogitsArgs& args
       scale = scale_of_largest(largest);
     }
     tail.scales[n] = scale.scale;
-    tail.weights[n] = vector >= 0 ? __ldg(args.head_weights + vector) * scale.inverse : 0.0f;
+    tail.weights[WeightLayout<kHeads>::place(n)] = vector >= 0 ? __ldg(args.head_weights + vector) * scale.inverse : 0.0f;
   }
   if (thread < kTokens) {
-    tail.limits[thread] = thread < run.count ? static_cast<int32_t>(visible_entries(args, run.token + thread)) : 0;
+    tail.limits[thread] = thread < run.count ? visible_entries(args, run.token + thread) : 0;
   }
   if constexpr (Traits::kHalf) scoring_warps_meet();
   for (int i = thread; i < kColumns * 16; i += kMmaScoringThreads) {
@@ -140,20 +128,20 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
   wait_for_previous_kernel();
   Piece piece = find_piece<kTokens, kMmaThreads>(args, tail.sums, &tail.piece);
   if (piece.left == 0) return;
-  const int64_t first_column = args.entry_begin / args.keys.slots_per_page;
+  const int first_column = static_cast<int>(args.entry_begin) / args.keys.slots_per_page;
 
   if (warp == kMmaScoringThreads / 32) {
     const uint64_t policy = args.query_row == nullptr ? cache_evict_first() : cache_evict_normal();
     int stage = 0;
     uint32_t parity = 1;  // the ring starts empty
     while (piece.left > 0) {
-      const int64_t end = piece.tile + tiles_here(piece);
-      for (int64_t base = piece.tile; base < end; base += 32) {
+      const int end = piece.tile + tiles_here(piece);
+      for (int base = piece.tile; base < end; base += 32) {
         int32_t my_page = kNoPage;
         if (base + lane < end) {
           my_page = page_at(args, piece.run.row, place_of_tile(args, first_column, base + lane).column);
         }
-        const int here = static_cast<int>(end - base < 32 ? end - base : 32);
+        const int here = min(end - base, 32);
         for (int i = 0; i < here; ++i) {
           const int32_t page = __shfl_sync(0xFFFFFFFFu, my_page, i);
           if (lane == 0) {
@@ -190,16 +178,15 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
     const int pair = warp / 2;
     const int t = lane % 4;
     const int row = 32 * (warp % 2) + lane / 4;  // and row + 8, + 16, + 24
-    int stage = 0, turn = 0;
+    int stage = 0;
     uint32_t parity = 0;
     while (piece.left > 0) {
       scoring_warps_meet();  // nobody reads the last run's queries any more
       load_query_fragments<kKeys, kHeads, kTokens>(args, piece.run, fragments, tail);
       scoring_warps_meet();
-      const float2* const weight_at = reinterpret_cast<const float2*>(&tail.weights[2 * t]);
-      const int64_t end = piece.tile + tiles_here(piece);
-      for (int64_t tile = piece.tile; tile < end; ++tile) {
-        if (turn == pair) {
+      const int end = piece.tile + tiles_here(piece);
+      for (int tile = piece.tile; tile < end; ++tile) {
+        if (stage % 4 == pair) {
           barrier_wait(&tail.full[stage], parity);
           const std::byte* const keys = ring + Shape::kStageBytes * stage;
           const int present = tail.present[stage];
@@ -218,7 +205,7 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
 
           const auto finish = [&](int token, int half, float score) {
             const int slot = my_row + 16 * half;
-            const int64_t entry = place.entry + slot;
+            const int entry = place.entry + slot;
             if (slot >= place.slots || token >= kTokens || entry >= tail.limits[token]) return;
             const int64_t at = (piece.run.token + token) * args.score_stride + entry;
             if (present > 0) {
@@ -230,7 +217,7 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
           HeadSums sums[2];
 #pragma unroll 1
           for (int block = 0; block < kColumns / 64; ++block) {
-            float d[2][8][4] = {};
+            float d[2][32] = {};
 #pragma unroll
             for (int s = 0; s < 8; ++s) {
 #pragma unroll
@@ -238,21 +225,21 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
                 const uint4 b = fragments[((block * 8 + s) * 4 + j / 2) * 32 + lane];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                  mma<Traits::kHalf>(d[half][j], a[half][s], b.x, b.y);
-                  mma<Traits::kHalf>(d[half][j + 1], a[half][s], b.z, b.w);
+                  mma<Traits::kHalf>(d[half] + 4 * j, a[half][s], b.x, b.y);
+                  mma<Traits::kHalf>(d[half] + 4 * (j + 1), a[half][s], b.z, b.w);
                 }
               }
             }
 #pragma unroll
-            for (int half = 0; half < 2; ++half) clear_padding<64, kHeads>(&d[half][0][0], args.heads, block * 64);
+            for (int half = 0; half < 2; ++half) clear_padding<64, kHeads>(d[half], args.heads, block * 64);
             constexpr int kColumnsAToken = kHeads < 64 ? kHeads : 64;  // within one block
 #pragma unroll
             for (int part = 0; part < 64 / kColumnsAToken; ++part) {
               const int token = (block * 64 + part * kColumnsAToken) / kHeads;
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
-                add_heads<kColumnsAToken>(sums[half], &d[half][part * (kColumnsAToken / 8)][0], [&](int j) {
-                  return weight_at[4 * (block * 8 + part * (kColumnsAToken / 8) + j)];
+                add_heads<kColumnsAToken>(sums[half], d[half] + part * (kColumnsAToken / 2), [&](int j) {
+                  return WeightLayout<kHeads>::of(tail.weights, token, t)[(kHeads > 64 ? block % 2 * 4 : 0) + j / 2];
                 });
               }
               if (kHeads <= 64 || block % 2 == 1) {  // a token's last columns
@@ -266,7 +253,6 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
             }
           }
         }
-        turn = (turn + 1) % 4;
         if (++stage == stages) {
           stage = 0;
           parity ^= 1;

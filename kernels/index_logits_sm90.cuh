@@ -1,18 +1,21 @@
-// index_logits on sm_90a: wgmma, one persistent block a multiprocessor, three or four warpgroups.
+// index_logits on sm_90a: wgmma, one persistent block a multiprocessor, three to five warpgroups.
 //
 // Warpgroup 0 feeds: its first warp streams key tiles into a ring (tensor maps for bf16, so that they arrive swizzled;
 // plain bulk copies for fp8 and fp4), the other three turn the next run's queries into the matrix operand. The others
-// score: tile i of the piece belongs to scoring group i % kGroups, which multiplies 64 keys (rows) by all columns
+// score: ring stage i belongs to scoring group i % kGroups, which multiplies 64 keys (rows) by all columns
 // (tokens x padded heads) and reduces its accumulators while another one multiplies.
 //
 // What must stay true:
 //  1. The three roles walk the same Piece and so agree on every ring and query-buffer index without talking.
 //  2. A ring stage is free again once its four scoring warps have arrived; a query buffer once all scoring
 //     warps have.
-//  3. One wgmma of all columns a step: a column's sum does not depend on how many columns there are.
+//  3. A ring stage belongs to one scoring group for good. Were it handed around, a group that is a whole ring ahead would
+//     take the phase before for its own, as a barrier tells phases apart by parity alone.
+//  4. One wgmma of all columns a step: a column's sum does not depend on how many columns there are.
 //
-// Rejected: mma.sync with queries in registers (index_logits_mma.cuh has it): 80 % of the matrix rate, enough for one
-// query token but not for four; queries by tensor map: would save nothing and could not convert or permute.
+// Rejected, with figures in docs/kernels-performance.md: mma.sync (80 % of the matrix rate); bf16 queries read by threads
+// instead of by tensor map (their loads wait behind the ring's, 30 us a start with four tokens); deeper rings; keys of
+// fp8 and fp4 through shared memory a second time.
 #pragma once
 
 #include <cuda.h>
@@ -24,19 +27,18 @@
 namespace needle::logits {
 
 inline constexpr int kSm90LoaderThreads = 96;
-inline constexpr int kRingStagesMax = 24;
 
-template <int kColumns, int kTokens>
+template <int kHeads, int kTokens, int kStagesMax>
 struct alignas(16) Sm90Tail {
-  uint64_t full[kRingStagesMax];
-  uint64_t empty[kRingStagesMax];
+  uint64_t full[kStagesMax];
+  uint64_t empty[kStagesMax];
   uint64_t query_full[2];
   uint64_t query_empty[2];
   uint64_t turn[2];
-  int64_t sums[16];
+  int64_t sums[20];
   Piece piece;
-  int32_t present[kRingStagesMax];  // 1: the tile is there; 0: its page is absent; -1: past the page table
-  float weights[2][kColumns];
+  int32_t present[kStagesMax];  // 1: the tile is there; 0: its page is absent; -1: past the page table
+  alignas(16) float weights[2][WeightLayout<kHeads>::kToken * kTokens];
   int32_t limits[2][kTokens];       // entries of the chunk that each token of the run sees
 };
 
@@ -45,116 +47,94 @@ struct Sm90Shape {
   static constexpr int kColumns = kHeads * kTokens;
   static constexpr int kQueryBytes = kColumns * kIndexHeadDim * 2;
   static constexpr int kStageBytes = KeyTraits<kKeys>::kStageBytes;
-  // Scoring warpgroups. With one token the multiplication is short and latencies rule: three hide them (and the conversion
-  // of fp8 and fp4). With more tokens the matrix unit rules: two, which take turns at it.
-  static constexpr int kGroups = kColumns == 64 ? 3 : 2;
+  // Scoring groups of one warpgroup. Up to 128 columns memory rules, and what counts is tiles in the making: three groups,
+  // or four where keys are converted first. With 256 columns the matrix unit rules, and shared memory's bandwidth beside
+  // it: one wide multiplication by each of two groups, weights in registers, and turns, as two groups that start together
+  // would multiply together and reduce together and leave the matrix unit idle meanwhile.
+  static constexpr bool kTakeTurns = kColumns == 256;
+  static constexpr int kGroups = kTakeTurns ? 2 : kKeys == ElementFormat::kBf16 ? 3 : 4;
+  static constexpr bool kWeightsInRegisters = kGroups < 4;
   static constexpr int kThreads = 128 * (1 + kGroups);
-  static constexpr int kLoaderRegisters = 72;
-  static constexpr int kScoringRegisters = kGroups == 3 ? 144 : 216;
-  // Two groups that start together would multiply together and reduce together, and leave the matrix unit idle half of
-  // the time; so one begins when the other has issued its multiplications.
-  static constexpr bool kTakeTurns = kGroups == 2;
-  using Tail = Sm90Tail<kColumns, kTokens>;
+  static constexpr int kLoaderRegisters = kGroups == 2 ? 40 : kGroups == 3 ? 72 : 56;
+  static constexpr int kScoringRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 144 : 104;
+  static constexpr int kStagesMax = kColumns == 256 ? 8 : 24;  // every byte counts beside 128 KiB of queries
+  using Tail = Sm90Tail<kHeads, kTokens, kStagesMax>;
   static constexpr int64_t shared_bytes(int stages) {
     return 2 * int64_t{kQueryBytes} + int64_t{kStageBytes} * stages + static_cast<int64_t>(sizeof(Tail));
   }
-  static constexpr int stages_in(int64_t shared_bytes, int most) {
-    const int64_t fit = (shared_bytes - shared_bytes_fixed()) / kStageBytes;
-    return static_cast<int>(fit < most ? fit : most);
+  static constexpr int stages_in(int64_t limit, int most) {
+    const int64_t fit = (limit - shared_bytes(0)) / kStageBytes;
+    const int stages = static_cast<int>(fit < most ? fit : most) / kGroups * kGroups;  // as many for each group
+    return stages < kGroups ? kGroups : stages;
   }
-  static constexpr int64_t shared_bytes_fixed() { return 2 * int64_t{kQueryBytes} + static_cast<int64_t>(sizeof(Tail)); }
 };
 
-// The queries of a run as B operand: row n = token x kHeads + head, 128-byte swizzle, in two tiles of 64 columns.
-// bf16 keys keep the natural order of the head dim; fp8 and fp4 keys want it as KeyTraits says.
-template <ElementFormat kKeys, int kHeads, int kTokens>
-__device__ __forceinline__ void load_queries(const IndexLogitsArgs& args, const Run& run, int thread, std::byte* operand,
-                                             float* weights, int32_t* limits) {
+// How many entries each query of the run sees.
+template <int kTokens>
+__device__ __forceinline__ void load_limits(const IndexLogitsArgs& args, const Run& run, int thread, int32_t* limits) {
+  if (thread < kTokens) limits[thread] = thread < run.count ? visible_entries(args, run.token + thread) : 0;
+}
+
+// The queries of a run as B operand: row n = token x kHeads + head, 128-byte swizzle, in two tiles of 64 columns. bf16
+// queries for bf16 keys come by tensor map; everything else is converted here, and permuted as KeyTraits says. Sixteen
+// threads share a row, eight elements each; all loads of a batch are in flight together.
+template <ElementFormat kKeys, int kHeads, int kTokens, QueryElement kQuery>
+__device__ __forceinline__ void convert_queries(const IndexLogitsArgs& args, const Run& run, int thread, std::byte* operand,
+                                                float* weights) {
+  using Traits = KeyTraits<kKeys>;
   constexpr int kColumns = kHeads * kTokens;
   constexpr int kRowsAtOnce = kSm90LoaderThreads / 16;
-  const int chunk = thread % 16;  // 16 bytes of a row: step chunk / 2, k 8 (chunk % 2) ..
-  const auto place = [&](int n) {
-    return operand + (chunk / 8) * (kColumns * 128) + n * 128 + (((chunk % 8) ^ (n & 7)) * 16);
-  };
-  const bool as_it_is = kKeys == ElementFormat::kBf16 && args.q_element == QueryElement::kBf16;
-  if (as_it_is) {
-    // All loads first: a store that waits for one would hold back the next.
-    constexpr int kWeightsEach = (kColumns + kSm90LoaderThreads - 1) / kSm90LoaderThreads;
-    float weight[kWeightsEach];
+  constexpr int kBatch = kColumns == 256 ? 2 : 4;  // more would not fit the registers that scoring leaves
+  const int chunk = thread % 16;
+#pragma unroll 1
+  for (int n0 = thread / 16; n0 < kColumns; n0 += kBatch * kRowsAtOnce) {  // a warp has two rows: it stays whole
+    QueryChunk raw[kBatch];
+    float weight[kBatch];
 #pragma unroll
-    for (int i = 0; i < kWeightsEach; ++i) {
-      const int n = thread + i * kSm90LoaderThreads;
+    for (int i = 0; i < kBatch; ++i) {
+      const int n = n0 + i * kRowsAtOnce;
       const int token = n / kHeads, head = n % kHeads;
-      weight[i] = n < kColumns && token < run.count && head < args.heads
-                      ? __ldg(args.head_weights + static_cast<int64_t>(run.token + token) * args.heads + head)
-                      : 0.0f;
-    }
-    const uint4* q = static_cast<const uint4*>(args.q) + (static_cast<int64_t>(run.token) * args.heads) * 16 + chunk;
-    constexpr int kBatch = kColumns == 64 ? 11 : 8;  // loads in flight a thread: one token's all at once
-    for (int n0 = thread / 16; n0 < kColumns; n0 += kBatch * kRowsAtOnce) {
-      uint4 bits[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int n = n0 + i * kRowsAtOnce;
-        const int token = n / kHeads, head = n % kHeads;
-        bits[i] = make_uint4(0, 0, 0, 0);
-        if (n < kColumns && token < run.count && head < args.heads) bits[i] = __ldg(q + (token * args.heads + head) * 16);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int n = n0 + i * kRowsAtOnce;
-        if (n < kColumns) *reinterpret_cast<uint4*>(place(n)) = bits[i];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kWeightsEach; ++i) {
-      const int n = thread + i * kSm90LoaderThreads;
-      if (n < kColumns) weights[n] = weight[i];
-    }
-  } else {
-    for (int n0 = 0; n0 < kColumns; n0 += kRowsAtOnce) {  // whole warps take part in the shuffles below
-      const int n = n0 + thread / 16;
-      const int token = n / kHeads, head = n % kHeads;
-      const bool there = n < kColumns && token < run.count && head < args.heads;
       const int64_t vector = static_cast<int64_t>(run.token + token) * args.heads + head;
-      float2 pairs[4];
-      float largest = 0;
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        const int element = kKeys == ElementFormat::kBf16 ? 8 * chunk + 2 * t
-                                                          : KeyTraits<kKeys>::element_of(chunk / 2, t, 2 * (chunk % 2));
-        pairs[t] = there ? query_pair(args, vector, element / 2) : make_float2(0, 0);
-        largest = larger_finite(largest, pairs[t]);
+      raw[i] = QueryChunk{};
+      weight[i] = 0.0f;
+      if (n < kColumns && token < run.count && head < args.heads) {
+        raw[i] = query_chunk<kQuery>(args, vector, chunk);
+        if (chunk == 0) weight[i] = __ldg(args.head_weights + vector);
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int n = n0 + i * kRowsAtOnce;
       QueryScale scale{1.0f, 1.0f};
-      if constexpr (KeyTraits<kKeys>::kHalf) {
+      if constexpr (Traits::kHalf) {
+        float largest = 0;
+#pragma unroll
+        for (int p = 0; p < 4; ++p) largest = larger_finite(largest, pair_of_chunk<kQuery>(raw[i], p));
         for (int step = 8; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
         scale = scale_of_largest(largest);
       }
-      uint32_t words[4];
-#pragma unroll
-      for (int t = 0; t < 4; ++t) words[t] = query_word<KeyTraits<kKeys>::kHalf>(pairs[t], scale.scale);
       if (n < kColumns) {
-        *reinterpret_cast<uint4*>(place(n)) = make_uint4(words[0], words[1], words[2], words[3]);
-        if (chunk == 0) weights[n] = there ? __ldg(args.head_weights + vector) * scale.inverse : 0.0f;
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          // bf16 keys keep the natural order: their tiles are read by the matrix unit itself.
+          const int at = kKeys == ElementFormat::kBf16 ? 4 * chunk + p : Traits::pair_place(4 * chunk + p);
+          std::byte* const to = operand + at / 32 * (kColumns * 128) + n * 128 + ((at / 4 % 8) ^ (n & 7)) * 16 + at % 4 * 4;
+          *reinterpret_cast<uint32_t*>(to) = query_word<Traits::kHalf>(pair_of_chunk<kQuery>(raw[i], p), scale.scale);
+        }
+        if (chunk == 0) weights[WeightLayout<kHeads>::place(n)] = weight[i] * scale.inverse;
       }
     }
-  }
-  if (thread < kTokens) {
-    limits[thread] = thread < run.count ? static_cast<int32_t>(visible_entries(args, run.token + thread)) : 0;
   }
 }
 
 template <ElementFormat kKeys, int kHeads, int kTokens>
 __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1)
     index_logits_sm90_kernel(const __grid_constant__ IndexLogitsArgs args, const __grid_constant__ CUtensorMap key_map,
-                             int stages) {
+                             const __grid_constant__ CUtensorMap query_map, int stages) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Shape = Sm90Shape<kKeys, kHeads, kTokens>;
   using Traits = KeyTraits<kKeys>;
   constexpr int kColumns = Shape::kColumns;
-  // With 128 accumulators a lane has no room for 64 weights: it reads them from shared memory as it goes.
-  constexpr bool kWeightsInRegisters = kColumns < 256;
   constexpr MmaElement kElement = Traits::kHalf ? MmaElement::kF16 : MmaElement::kBf16;
   extern __shared__ __align__(1024) std::byte shared[];
   std::byte* const queries = shared;
@@ -174,45 +154,50 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
       barrier_init(&tail.turn[b], 4);
     }
     barrier_init_done();
-    if (kKeys == ElementFormat::kBf16) tensor_map_prefetch(&key_map);
+    if (kKeys == ElementFormat::kBf16) {
+      tensor_map_prefetch(&key_map);
+      tensor_map_prefetch(&query_map);
+    }
   }
   let_next_kernel_start();
   wait_for_previous_kernel();
   Piece piece = find_piece<kTokens, Shape::kThreads>(args, tail.sums, &tail.piece);
   if (piece.left == 0) return;
-  const int64_t first_column = args.entry_begin / args.keys.slots_per_page;
+  const int first_column = static_cast<int>(args.entry_begin) / args.keys.slots_per_page;
 
   if (warp < 4) {
     keep_registers_at_most<Shape::kLoaderRegisters>();
     if (warp == 0) {
       // Keys that several runs read (prefill) stay in L2 as anything does; keys read once make room for scores.
       const uint64_t policy = args.query_row == nullptr ? cache_evict_first() : cache_evict_normal();
-      int stage = 0;
+      // Lane l feeds tile l of every 32. A few lanes wait, announce and copy side by side: one alone would take longer to
+      // issue a tile of fp8 than memory to deliver it. All 32 at once would drain the ring before they refill it.
+      constexpr int kTogether = Shape::kGroups;  // never more than there are stages
+      int stage = 0;        // of the tile at `base`
       uint32_t parity = 1;  // the ring starts empty
       while (piece.left > 0) {
-        const int64_t end = piece.tile + tiles_here(piece);
-        int32_t next_page = kNoPage;
-        if (piece.tile + lane < end) {
-          next_page = page_at(args, piece.run.row, place_of_tile(args, first_column, piece.tile + lane).column);
-        }
-        for (int64_t base = piece.tile; base < end; base += 32) {
-          const int32_t my_page = next_page;
-          if (base + 32 + lane < end) {
-            next_page = page_at(args, piece.run.row, place_of_tile(args, first_column, base + 32 + lane).column);
-          }
-          const int here = static_cast<int>(end - base < 32 ? end - base : 32);
-          for (int i = 0; i < here; ++i) {
-            const int32_t page = __shfl_sync(0xFFFFFFFFu, my_page, i);
-            if (lane == 0) {
-              const TilePlace place = place_of_tile(args, first_column, base + i);
-              std::byte* const to = ring + Shape::kStageBytes * stage;
-              uint64_t* const full = &tail.full[stage];
-              barrier_wait(&tail.empty[stage], parity);
+        const int end = piece.tile + tiles_here(piece);
+        const auto page_of = [&](int tile) {
+          return tile < end ? page_at(args, piece.run.row, place_of_tile(args, first_column, tile).column) : kNoPage;
+        };
+        int32_t next_page = page_of(piece.tile + lane);
+        for (int base = piece.tile; base < end; base += 32) {
+          const int32_t page = next_page;
+          next_page = page_of(base + 32 + lane);
+          const int here = min(end - base, 32);
+          const int my_stage = (stage + lane) % stages;
+          const uint32_t my_parity = parity ^ (static_cast<uint32_t>((stage + lane) / stages) & 1u);
+          for (int first = 0; first < here; first += kTogether) {
+            if (lane / kTogether == first / kTogether && lane < here) {
+              const TilePlace place = place_of_tile(args, first_column, base + lane);
+              std::byte* const to = ring + Shape::kStageBytes * my_stage;
+              uint64_t* const full = &tail.full[my_stage];
+              barrier_wait(&tail.empty[my_stage], my_parity);
               if (page < 0) {
-                tail.present[stage] = piece.run.row >= 0 && place.column < args.pages.pages_per_row ? 0 : -1;
+                tail.present[my_stage] = piece.run.row >= 0 && place.column < args.pages.pages_per_row ? 0 : -1;
                 barrier_arrive(full);
               } else {
-                tail.present[stage] = 1;
+                tail.present[my_stage] = 1;
                 if constexpr (kKeys == ElementFormat::kBf16) {
                   const uint32_t half_bytes = static_cast<uint32_t>(min(kTileSlots, args.keys.slots_per_page)) * 128;
                   barrier_arrive_expect(full, 2 * half_bytes);
@@ -221,20 +206,24 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
                 } else {
                   constexpr int kRow = Traits::kTileBytes / kTileSlots;
                   const std::byte* from = args.keys.base + page * args.keys.page_stride;
-                  const uint32_t scale_bytes = static_cast<uint32_t>((place.slots * 4 + 15) / 16 * 16);
-                  const uint32_t value_bytes = static_cast<uint32_t>(place.slots * kRow);
-                  barrier_arrive_expect(full, value_bytes + scale_bytes);
-                  bulk_copy(to, from + place.slot * kRow, value_bytes, full, policy);
-                  bulk_copy(to + Traits::kTileBytes, from + args.keys.slots_per_page * kRow + place.slot * 4, scale_bytes,
-                            full, policy);
+                  if (args.keys.slots_per_page == kTileSlots) {  // scales follow values there as they do here
+                    barrier_arrive_expect(full, Shape::kStageBytes);
+                    bulk_copy(to, from, Shape::kStageBytes, full, policy);
+                  } else {
+                    const uint32_t scale_bytes = static_cast<uint32_t>((place.slots * 4 + 15) / 16 * 16);
+                    const uint32_t value_bytes = static_cast<uint32_t>(place.slots * kRow);
+                    barrier_arrive_expect(full, value_bytes + scale_bytes);
+                    bulk_copy(to, from + place.slot * kRow, value_bytes, full, policy);
+                    bulk_copy(to + Traits::kTileBytes, from + args.keys.slots_per_page * kRow + place.slot * 4, scale_bytes,
+                              full, policy);
+                  }
                 }
               }
             }
-            if (++stage == stages) {
-              stage = 0;
-              parity ^= 1;
-            }
+            __syncwarp();
           }
+          parity ^= static_cast<uint32_t>((stage + here) / stages) & 1u;
+          stage = (stage + here) % stages;
         }
         next_run<kTokens>(args, piece);
       }
@@ -244,8 +233,31 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
       uint32_t parity = 1;
       while (piece.left > 0) {
         barrier_wait(&tail.query_empty[buffer], parity);
-        load_queries<kKeys, kHeads, kTokens>(args, piece.run, thread, queries + buffer * Shape::kQueryBytes,
-                                             tail.weights[buffer], tail.limits[buffer]);
+        std::byte* const operand = queries + buffer * Shape::kQueryBytes;
+        float* const weights = tail.weights[buffer];
+        load_limits<kTokens>(args, piece.run, thread, tail.limits[buffer]);
+        if (kKeys == ElementFormat::kBf16 && args.q_element == QueryElement::kBf16) {
+          if (thread == 0) {
+            expect_bytes(&tail.query_full[buffer], Shape::kQueryBytes);
+            for (int half = 0; half < 2; ++half) {
+              tensor_copy(operand + half * (kColumns * 128), &query_map, 64 * half, 0, piece.run.token,
+                          &tail.query_full[buffer], cache_evict_normal());
+            }
+          }
+          for (int n = thread; n < kColumns; n += kSm90LoaderThreads) {
+            const int token = n / kHeads, head = n % kHeads;
+            weights[WeightLayout<kHeads>::place(n)] =
+                token < piece.run.count && head < args.heads
+                    ? __ldg(args.head_weights + static_cast<int64_t>(piece.run.token + token) * args.heads + head)
+                    : 0.0f;
+          }
+        } else if (args.q_element == QueryElement::kBf16) {
+          convert_queries<kKeys, kHeads, kTokens, QueryElement::kBf16>(args, piece.run, thread, operand, weights);
+        } else if (args.q_element == QueryElement::kFp8) {
+          convert_queries<kKeys, kHeads, kTokens, QueryElement::kFp8>(args, piece.run, thread, operand, weights);
+        } else {
+          convert_queries<kKeys, kHeads, kTokens, QueryElement::kFp4>(args, piece.run, thread, operand, weights);
+        }
         shared_written();
         barrier_arrive(&tail.query_full[buffer]);
         buffer ^= 1;
@@ -255,39 +267,40 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
     }
   } else {
     take_registers<Shape::kScoringRegisters>();
-    const int group = warp / 4 - 1;
+    const int group = warp / 4 - 1;  // scores what arrives in ring stages group, group + kGroups ..
     const int t = lane % 4;
     const int row = 16 * (warp % 4) + lane / 4;  // and row + 8
-    int stage = 0, buffer = 0, turn = 0;
+    int stage = 0, buffer = 0;
     uint32_t parity = 0, query_parity = 0;
     uint32_t turn_parity = group == 0 ? 1 : 0;  // the first turn is group 0's
     float d[kColumns / 2];
     while (piece.left > 0) {
       barrier_wait(&tail.query_full[buffer], query_parity);
       const uint32_t query_address = shared_address(queries + buffer * Shape::kQueryBytes);
-      float2 weight[kWeightsInRegisters ? kColumns / 8 : 1] = {};  // of columns 8 j + 2 t and the next
-      const float2* const weight_at = reinterpret_cast<const float2*>(&tail.weights[buffer][2 * t]);
-      if constexpr (kWeightsInRegisters) {
+      float4 weight[Shape::kWeightsInRegisters ? kColumns / 16 : 1] = {};
+      if constexpr (Shape::kWeightsInRegisters) {
 #pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) weight[j] = weight_at[4 * j];
+        for (int i = 0; i < kColumns / 16; ++i) {
+          weight[i] = WeightLayout<kHeads>::of(tail.weights[buffer], i / (kHeads / 16), t)[i % (kHeads / 16)];
+        }
       }
       const auto sum_of = [&](int token) {
         HeadSums sums;
         add_heads<kHeads>(sums, d + token * (kHeads / 2), [&](int j) {
-          if constexpr (kWeightsInRegisters) return weight[token * (kHeads / 8) + j];
-          return weight_at[4 * (token * (kHeads / 8) + j)];
+          if constexpr (Shape::kWeightsInRegisters) return weight[token * (kHeads / 16) + j / 2];
+          return WeightLayout<kHeads>::of(tail.weights[buffer], token, t)[j / 2];
         });
         return sums.rows();
       };
-      const int64_t end = piece.tile + tiles_here(piece);
-      for (int64_t tile = piece.tile; tile < end; ++tile) {
-        if (turn == group) {
+      const int end = piece.tile + tiles_here(piece);
+      for (int tile = piece.tile; tile < end; ++tile) {
+        if (stage % Shape::kGroups == group) {
           barrier_wait(&tail.full[stage], parity);
           const std::byte* const keys = ring + Shape::kStageBytes * stage;
           const int present = tail.present[stage];
           const TilePlace place = place_of_tile(args, first_column, tile);
           const int my_row = row + 8 * (t & 1);  // the row whose sum this lane ends with
-          const int64_t entry = place.entry + my_row;
+          const int entry = place.entry + my_row;
           float scale = 1.0f;
           if constexpr (kKeys == ElementFormat::kBf16) {
             const uint32_t key_address = shared_address(keys);
@@ -299,9 +312,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
                                                wgmma_tile(query_address + (s / 4) * (kColumns * 128) + (s % 4) * 32), s);
             }
             wgmma_commit();
-            if constexpr (Shape::kTakeTurns) {
-              if (lane == 0) barrier_arrive(&tail.turn[1 - group]);
-            }
+            if (Shape::kTakeTurns && lane == 0) barrier_arrive(&tail.turn[1 - group]);
             wgmma_wait<0>();
             if (lane == 0) barrier_arrive(&tail.empty[stage]);
           } else {
@@ -322,9 +333,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
                   d, a[s], wgmma_tile(query_address + (s / 4) * (kColumns * 128) + (s % 4) * 32), s);
             }
             wgmma_commit();
-            if constexpr (Shape::kTakeTurns) {
-              if (lane == 0) barrier_arrive(&tail.turn[1 - group]);
-            }
+            if (Shape::kTakeTurns && lane == 0) barrier_arrive(&tail.turn[1 - group]);
             wgmma_wait<0>();
           }
           turn_parity ^= 1;
@@ -352,7 +361,6 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
             }
           }
         }
-        turn = turn + 1 == Shape::kGroups ? 0 : turn + 1;
         if (++stage == stages) {
           stage = 0;
           parity ^= 1;
@@ -370,21 +378,25 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
 
 // Host: launches the kernel for this shape; the ring fills the block's shared memory up to ring_stages_max.
 template <ElementFormat kKeys, int kHeads, int kTokens>
-absl::Status launch_sm90(const Plan& plan, const IndexLogitsArgs& args, const CUtensorMap& key_map, cudaStream_t stream) {
+absl::Status launch_sm90(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream) {
   using Shape = Sm90Shape<kKeys, kHeads, kTokens>;
-  static_assert(Shape::stages_in(227 * 1024, kRingStagesMax) >= 4, "the ring needs at least two tiles a scoring group");
-  const int stages = Shape::stages_in(plan.shared_limit, plan.ring_stages_max < kRingStagesMax ? plan.ring_stages_max : kRingStagesMax);
+  // 227 KiB is what sm_90 gives a block. Six tiles of bf16 are three in the making for each of the two groups.
+  static_assert(Shape::stages_in(227 * 1024, Shape::kStagesMax) >= (Shape::kGroups == 2 ? 6 : Shape::kGroups),
+                "the ring has become too short");
+  const int most = plan.ring_stages_max < Shape::kStagesMax ? plan.ring_stages_max : Shape::kStagesMax;
+  const int stages = Shape::stages_in(plan.shared_limit, most);
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(plan.blocks));
   shape.block = dim3(Shape::kThreads);
   shape.shared_bytes = static_cast<size_t>(Shape::shared_bytes(stages));
-  return launch("index_logits_cuda", index_logits_sm90_kernel<kKeys, kHeads, kTokens>, shape, stream, args, key_map, stages);
+  return launch("index_logits_cuda", index_logits_sm90_kernel<kKeys, kHeads, kTokens>, shape, stream, args, maps.keys,
+                maps.queries, stages);
 }
 
 template <ElementFormat kKeys>
-absl::Status launch_sm90_of(const Plan& plan, const IndexLogitsArgs& args, const CUtensorMap& key_map, cudaStream_t stream) {
+absl::Status launch_sm90_of(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream) {
 #define NEEDLE_SHAPE(HEADS, TOKENS) \
-  if (plan.heads == HEADS && plan.tokens == TOKENS) return launch_sm90<kKeys, HEADS, TOKENS>(plan, args, key_map, stream);
+  if (plan.heads == HEADS && plan.tokens == TOKENS) return launch_sm90<kKeys, HEADS, TOKENS>(plan, args, maps, stream);
   NEEDLE_SHAPE(64, 1)
   NEEDLE_SHAPE(64, 2)
   NEEDLE_SHAPE(64, 4)

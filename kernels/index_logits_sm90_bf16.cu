@@ -2,8 +2,8 @@
 
 namespace needle::logits {
 
-absl::Status launch_sm90_bf16(const Plan& plan, const IndexLogitsArgs& args, const CUtensorMap& key_map, cudaStream_t stream) {
-  return launch_sm90_of<ElementFormat::kBf16>(plan, args, key_map, stream);
+absl::Status launch_sm90_bf16(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream) {
+  return launch_sm90_of<ElementFormat::kBf16>(plan, args, maps, stream);
 }
 
 }  // namespace needle::logits

@@ -13,8 +13,13 @@ namespace needle {
 // index_logits. A block's shared memory holds the queries' operand twice (the next run loads while this one is scored)
 // and fills the rest with a ring of key tiles.
 struct LogitsTuning {
-  bool wgmma = false;             // the sm_90a kernel; false: the mma.sync kernel, which every GPU since sm_90 runs
-  int ring_stages_max = 12;       // 12 x 16 KiB in flight a multiprocessor; measured: flat from 6 up on an H200
+  bool wgmma = false;  // the sm_90a kernel; false: the mma.sync kernel, which every GPU since sm_90 runs
+  // Key tiles in flight. On an H200 64 x 131,072 bf16 keys took 536 us with 6 or 9 stages and 562 with 12: more only
+  // lengthens memory's queue, and every other load waits in it (16 x 16,384: 21.7 us with 6, 22.7 with 9, 23.4 with 12).
+  int ring_stages_max = 6;
+  // The same for fp8 and fp4, whose tiles are smaller and are held longer (64 x 131,072 fp8: 435 us with 4, 416 with 12,
+  // 396 with 20; 16 x 16,384: 25.4, 28.1, 31.0).
+  int converted_ring_stages_max = 12;
   int64_t shared_bytes_left = 0;  // of the block's limit, left unused (another kernel's block may start beside)
   int blocks = 0;                 // persistent blocks; 0: one a multiprocessor
 };
@@ -23,8 +28,9 @@ inline LogitsTuning logits_tuning(int compute_major, int compute_minor, bool sm9
   LogitsTuning tuning;
   tuning.wgmma = compute_major == 9 && compute_minor == 0 && sm90a_compiled;
   if (compute_major == 12) {
-    // 99 KB a block: what is left beside the queries decides; 4 tiles of 16 KiB cover 1.8 TB/s x 0.8 us / 188.
-    tuning.ring_stages_max = 5;
+    // 99 KB a block: what is left beside the queries decides. 4 tiles of 16 KiB cover 1.8 TB/s x 0.8 us / 188. Not measured.
+    tuning.ring_stages_max = 4;
+    tuning.converted_ring_stages_max = 8;
   }
   return tuning;
 }

@@ -59,6 +59,7 @@ LogitsTwin logits_twin(const CudaTwin& cuda) {
     tuning.wgmma = wgmma;
     tuning.blocks = threads == 1 ? 0 : 3 * threads;
     tuning.ring_stages_max = threads == 1 ? 12 : 4 + threads;
+    tuning.converted_ring_stages_max = tuning.ring_stages_max;
     return logits_on_device(args, tuning);
   };
   return twin;
@@ -83,6 +84,16 @@ INSTANTIATE_TEST_SUITE_P(Gpu, IndexLogitsCuda,
                          [](const auto& instance) {
                            return std::string(std::get<0>(instance.param).name) + "_" + std::get<1>(instance.param).name;
                          });
+
+TEST(IndexLogitsCudaVariant, is_named_after_the_device) {
+  const std::string reason = no_gpu_because();
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  const absl::StatusOr<ScoreVariant> variant = score_variant_cuda();
+  ASSERT_TRUE(variant.ok()) << variant.status();
+  EXPECT_GE(static_cast<uint32_t>(*variant), static_cast<uint32_t>(ScoreVariant::kCudaSm90));
+  EXPECT_LE(static_cast<uint32_t>(*variant), static_cast<uint32_t>(ScoreVariant::kCudaPlain));
+  EXPECT_FALSE(flushes_denormals(*variant));
+}
 
 // What compute-sanitizer runs: every kernel shape and key format once, small, with an absent page and partial tiles.
 TEST(IndexLogitsCudaSmall, runs_every_kernel_shape) {
