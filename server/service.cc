@@ -31,7 +31,6 @@ using grpc::ServerUnaryReactor;
 
 // 65,536 page names with checksums take 1.6 MB; queries of a remote read 16 KiB each.
 constexpr int kRequestBytesMax = 16 << 20;
-constexpr size_t kRememberedLeasesMax = 4096;  // of remote callers, whose tables are kept for their reads
 
 grpc::Status grpc_status(CallbackServerContext* context, const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
@@ -92,6 +91,7 @@ class Service::Impl {
     cutter.join();
     server_->Wait();
     server_.reset();
+    read_executor_.stop();
     executor_.stop();
   }
   ~Impl() { stop(0); }
@@ -102,7 +102,8 @@ class Service::Impl {
 
  private:
   // One call under way: where its answer goes and what is counted of it. `context`, `reactor` and the reply's message are
-  // alive exactly while its id is in open_; the executor alone looks there before it writes a reply.
+  // alive exactly while its id is in open_; the executors look there before they write a reply, and calls are cut off on
+  // the first of them while the second holds still.
   struct Flight {
     uint64_t id;
     CallbackServerContext* context;
@@ -135,6 +136,7 @@ class Service::Impl {
   }
 
   void cut_off() {
+    std::lock_guard<std::mutex> reading(read_mutex_);  // no read is writing into a reply meanwhile
     std::map<uint64_t, Flight> left;
     {
       std::lock_guard<std::mutex> hold(mutex_);
@@ -203,20 +205,6 @@ class Service::Impl {
   void session_over(SessionId session) {
     doors_.registry.remove(session);
     doors_.session_ended(session);
-    std::lock_guard<std::mutex> hold(mutex_);
-    for (auto entry = tables_.lower_bound({session.value(), 0}); entry != tables_.end() && entry->first.first == session.value();) entry = tables_.erase(entry);
-  }
-
-  // Tables of remote callers' leases, for their reads. Attached clients read in their own process and name a sequence here.
-  void remember(SessionId session, LeaseId lease, const PageTable& table) {
-    const SessionEntry entry = doors_.registry.entry(session);
-    if (entry.attached || entry.session.is_none() || lease.is_none()) return;
-    std::lock_guard<std::mutex> hold(mutex_);
-    if (tables_.size() < kRememberedLeasesMax) tables_[{session.value(), lease.value()}] = table;
-  }
-  void forget(SessionId session, LeaseId lease) {
-    std::lock_guard<std::mutex> hold(mutex_);
-    tables_.erase({session.value(), lease.value()});
   }
 
   // A read by the daemon's kernels: lease, read, check that the bytes were good all along, release.
@@ -229,8 +217,12 @@ class Service::Impl {
     absl::StatusOr<const ServicePoolSet*> set = set_named(doors_.registry.entry(*session).pool_set);
     if (!set.ok()) return refuse(flight, set.status());
     const auto finish = [this, flight, session = *session, set_id = (*set)->set, request, reply, read](PageTable table, LeaseId lease, bool release) {
-      if (!is_open(flight)) return;
-      const absl::Status read_status = read(*doors_.reads, table, set_id, *request, *reply);
+      absl::Status read_status;
+      {
+        std::lock_guard<std::mutex> reading(read_mutex_);
+        if (!is_open(flight)) return;
+        read_status = read(*doors_.reads, table, set_id, *request, *reply);
+      }
       (void)doors_.post(Call<Recheck>{{session, lease, {}}, [this, flight, session, lease, release, read_status, reply](absl::StatusOr<Nothing> good) {
                                         executor_.run([this, flight, session, lease, release, read_status, reply, good = good.status()] {
                                           if (release) (void)doors_.post(Call<Release>{{session, lease}, [](absl::StatusOr<Nothing>) {}});
@@ -240,24 +232,13 @@ class Service::Impl {
                                         });
                                       }});
     };
-    if (request->sequence() == 0) {
-      PageTable table;
-      {
-        std::lock_guard<std::mutex> hold(mutex_);
-        const auto found = tables_.find({session->value(), request->lease()});
-        if (found == tables_.end()) {
-          return refuse(flight, make_error(ErrorCode::kNotFound, absl::StrCat("lease ", request->lease(), " was not taken by this session over RPC; name `sequence` instead")));
-        }
-        table = found->second;
-      }
-      executor_.run([finish, table, lease = LeaseId(request->lease())] { finish(table, lease, false); });
-      return flight.reactor;
-    }
-    const LeaseId lease(next_read_lease_.fetch_add(1, std::memory_order_relaxed));
-    (void)doors_.post(Call<Acquire>{{*session, lease, SequenceId(request->sequence()), {}}, [this, flight, lease, finish](absl::StatusOr<Acquire::Reply> acquired) {
-                                      executor_.run([this, flight, lease, finish, acquired = std::move(acquired)] {
+    // A lease that is already open answers a repeated acquire with its table; a fresh id on a sequence is for this call alone.
+    const bool own = request->sequence() != 0;
+    const LeaseId lease(own ? next_read_lease_.fetch_add(1, std::memory_order_relaxed) : request->lease());
+    (void)doors_.post(Call<Acquire>{{*session, lease, SequenceId(request->sequence()), {}}, [this, flight, lease, own, finish](absl::StatusOr<Acquire::Reply> acquired) {
+                                      read_executor_.run([this, flight, lease, own, finish, acquired = std::move(acquired)] {
                                         if (!acquired.ok()) return land(flight, acquired.status());
-                                        finish(acquired->table, lease, true);
+                                        finish(acquired->table, lease, own);
                                       });
                                     }});
     return flight.reactor;
@@ -362,7 +343,6 @@ class Service::Impl {
       absl::StatusOr<std::vector<FullPageSeal>> seals = wire::seals_of(request->pages());
       if (!seals.ok()) return impl_.refuse(impl_.depart(context, Verb::seal), seals.status());
       const int64_t pages = static_cast<int64_t>(seals->size());
-      const absl::StatusOr<SessionId> asker = impl_.session_of(context);
       return impl_.session_call(
           context, Verb::seal,
           [&](SessionId session) {
@@ -378,11 +358,10 @@ class Service::Impl {
             seal.lease = LeaseId(request->lease());
             return seal;
           },
-          [&impl = impl_, asker, reply, pages](const server::Seal::Reply& sealed) {
+          [reply, pages](const server::Seal::Reply& sealed) {
             reply->set_sequence(sealed.sequence.value());
             reply->set_lease(sealed.lease.value());
             wire::put(sealed.table, reply->mutable_table());
-            if (asker.ok()) impl.remember(*asker, sealed.lease, sealed.table);
             return pages;
           });
     }
@@ -417,26 +396,19 @@ class Service::Impl {
     ServerUnaryReactor* Acquire(CallbackServerContext* context, const v1::AcquireRequest* request, v1::AcquireReply* reply) override {
       absl::StatusOr<std::vector<PageName>> names = wire::names_of(request->names());
       if (!names.ok()) return impl_.refuse(impl_.depart(context, Verb::acquire), names.status());
-      const absl::StatusOr<SessionId> asker = impl_.session_of(context);
       return impl_.session_call(
           context, Verb::acquire,
           [&](SessionId session) { return server::Acquire{session, LeaseId(request->lease()), SequenceId(request->sequence()), *std::move(names)}; },
-          [&impl = impl_, asker, reply](const server::Acquire::Reply& acquired) {
+          [reply](const server::Acquire::Reply& acquired) {
             reply->set_lease(acquired.lease.value());
             wire::put(acquired.table, reply->mutable_table());
             reply->set_renew_ms(acquired.renew_ms);
-            if (asker.ok()) impl.remember(*asker, acquired.lease, acquired.table);
             return static_cast<int64_t>(acquired.table.paged.size());
           });
     }
     ServerUnaryReactor* Release(CallbackServerContext* context, const v1::LeaseRequest* request, v1::Empty*) override {
       return impl_.session_call(
-          context, Verb::release,
-          [&](SessionId session) {
-            impl_.forget(session, LeaseId(request->lease()));
-            return server::Release{session, LeaseId(request->lease())};
-          },
-          nothing);
+          context, Verb::release, [&](SessionId session) { return server::Release{session, LeaseId(request->lease())}; }, nothing);
     }
     ServerUnaryReactor* Recheck(CallbackServerContext* context, const v1::RecheckRequest* request, v1::Empty*) override {
       if (request->pools_size() != request->pages_size()) {
@@ -490,13 +462,11 @@ class Service::Impl {
           });
     }
     ServerUnaryReactor* ShipWait(CallbackServerContext* context, const v1::TicketRequest* request, v1::LeasedTable* reply) override {
-      const absl::StatusOr<SessionId> asker = impl_.session_of(context);
       return impl_.session_call(
           context, Verb::ship_wait, [&](SessionId session) { return server::ShipWait{session, TicketId(request->ticket())}; },
-          [&impl = impl_, asker, reply](const server::ShipWait::Reply& shipped) {
+          [reply](const server::ShipWait::Reply& shipped) {
             reply->set_lease(shipped.lease.value());
             wire::put(shipped.table, reply->mutable_table());
-            if (asker.ok()) impl.remember(*asker, shipped.lease, shipped.table);
             return static_cast<int64_t>(shipped.table.paged.size());
           });
     }
@@ -812,11 +782,12 @@ class Service::Impl {
   ServiceDoors doors_;
   std::mutex mutex_;
   std::condition_variable landed_;
-  std::map<std::pair<uint64_t, uint64_t>, PageTable> tables_;  // guarded by mutex_: (session, lease)
   std::map<uint64_t, Flight> open_;                            // guarded by mutex_
   uint64_t next_flight_ = 1;                                   // guarded by mutex_
   std::atomic<uint64_t> next_read_lease_{uint64_t{1} << 63};   // apart from callers' random ids, which repeat never in practice
   Executor executor_;
+  std::mutex read_mutex_;    // held while a read writes its reply
+  Executor read_executor_;   // reads take milliseconds; other verbs' answers don't wait for them
   NeedleService needle_;
   OperatorService operator_;
   PeerService peer_;

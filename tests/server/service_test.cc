@@ -377,6 +377,24 @@ TEST_F(ServiceTest, daemon_side_reads_find_a_stored_key_first) {
   entries.add_entries(64);
   EXPECT_FALSE(caller.call(&v1::Needle::Stub::ReadEntries, entries, &read).ok());
   EXPECT_EQ(caller.error, "INVALID");
+  v1::AcquireRequest acquire;  // the same under a lease of the caller's own
+  acquire.set_lease(77);
+  acquire.set_sequence(7);
+  v1::AcquireReply acquired;
+  ASSERT_TRUE(caller.call(&v1::Needle::Stub::Acquire, acquire, &acquired).ok());
+  v1::ReadTopkRequest leased = request;
+  leased.set_sequence(0);
+  leased.set_lease(77);
+  v1::ReadTopkReply under_lease;
+  ASSERT_TRUE(caller.call(&v1::Needle::Stub::ReadTopk, leased, &under_lease).ok());
+  EXPECT_EQ(under_lease.SerializeAsString(), reply.SerializeAsString());
+  leased.set_lease(78);
+  EXPECT_FALSE(caller.call(&v1::Needle::Stub::ReadTopk, leased, &under_lease).ok());
+  EXPECT_EQ(caller.error, "NOT_FOUND");
+  v1::LeaseRequest release;
+  release.set_lease(77);
+  v1::Empty nothing;
+  ASSERT_TRUE(caller.call(&v1::Needle::Stub::Release, release, &nothing).ok());
   request.set_layer(1000);
   EXPECT_FALSE(caller.call(&v1::Needle::Stub::ReadTopk, request, &reply).ok());
   EXPECT_EQ(caller.error, "INVALID");
