@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <memory>
 
 #include "base/check.h"
@@ -42,12 +43,24 @@ class Pair {
       *side = std::move(*worker);
     }
     if (absl::Status status = reader_->receive(kProbeMessage, &Pair::on_page, this); !status.ok()) return status;
-    absl::StatusOr<ucp_ep_h> endpoint = open_endpoint(*reader_, source_->address(), &Pair::on_error, this);
+    const absl::StatusOr<SocketAddress> where = SocketAddress::parse(options_.host, 0);
+    if (!where.ok()) return where.status();
+    absl::StatusOr<std::unique_ptr<Listener>> listener = Listener::create(*source_, *where, &Pair::on_request, this);
+    if (!listener.ok()) return listener.status();
+    listener_ = std::move(*listener);
+    absl::StatusOr<ucp_ep_h> endpoint = open_endpoint(*reader_, listener_->address(), &Pair::on_error, this);
     if (!endpoint.ok()) return endpoint.status();
     to_source_ = *endpoint;
-    endpoint = open_endpoint(*source_, reader_->address(), &Pair::on_error, this);
+    if (!progress_until([this] { return request_ != nullptr; })) return peer_error(status_, "the probe does not reach itself");
+    endpoint = accept_endpoint(*source_, request_, &Pair::on_error, this);
     if (!endpoint.ok()) return endpoint.status();
     to_reader_ = *endpoint;
+    // Keys and lanes are there once the connection is: each side sends the other nothing, and sees it done.
+    for (ucp_ep_h ep : {to_source_, to_reader_}) {
+      ucp_request_param_t param = request_param();
+      note(ucp_ep_flush_nbx(ep, &param));
+    }
+    if (!progress_until([this] { return pending_ == 0; })) return peer_error(status_, "the probe does not connect to itself");
     for (auto [memory, bytes, from, key] : {std::tuple{&source_memory_, &source_bytes_, to_source_, &keys_[0]},
                                             std::tuple{&target_memory_, &target_bytes_, to_reader_, &keys_[1]}}) {
       absl::StatusOr<std::unique_ptr<MappedMemory>> mapped =
@@ -108,6 +121,17 @@ class Pair {
   }
 
  private:
+  // False: an error, or not in time.
+  bool progress_until(const std::function<bool()>& condition) {
+    const int64_t deadline_ns = clock_.now_ns() + options_.deadline_ms * kNanosPerMilli;
+    while (status_ == UCS_OK && !condition()) {
+      reader_->progress();
+      source_->progress();
+      if (clock_.now_ns() >= deadline_ns) status_ = UCS_ERR_TIMED_OUT;
+    }
+    return status_ == UCS_OK;
+  }
+
   int64_t target_of(int64_t page) const { return options_.pages - 1 - page; }
   std::byte* source_page(int64_t page) { return source_bytes_.data() + page * options_.page_bytes; }
   std::byte* target_page(int64_t page) { return target_bytes_.data() + target_of(page) * options_.page_bytes; }
@@ -147,11 +171,7 @@ class Pair {
         note(ucp_put_nbx(to_reader_, vector_.data(), vector_.size(), reinterpret_cast<uint64_t>(target_page(page)),
                          keys_[1], &param));
         // The vector must stay until the request is done: one at a time.
-        const int64_t deadline_ns = clock_.now_ns() + options_.deadline_ms * kNanosPerMilli;
-        while (pending_ > 0 && status_ == UCS_OK && clock_.now_ns() < deadline_ns) {
-          reader_->progress();
-          source_->progress();
-        }
+        progress_until([this] { return pending_ == 0; });
         return;
       }
       case Call::kAmEager:
@@ -179,6 +199,7 @@ class Pair {
     ucp_request_free(request);
   }
 
+  static void on_request(ucp_conn_request_h request, void* self) { static_cast<Pair*>(self)->request_ = request; }
   static void on_error(void* self, ucp_ep_h, ucs_status_t status) { static_cast<Pair*>(self)->status_ = status; }
 
   static void on_done(void* request, ucs_status_t status, void* argument) {
@@ -233,6 +254,8 @@ class Pair {
   std::unique_ptr<MappedMemory> target_memory_;
   std::unique_ptr<Worker> reader_;
   std::unique_ptr<Worker> source_;
+  std::unique_ptr<Listener> listener_;
+  ucp_conn_request_h request_ = nullptr;
   ucp_ep_h to_source_ = nullptr;
   ucp_ep_h to_reader_ = nullptr;
   std::array<ucp_rkey_h, 2> keys_{};
@@ -243,9 +266,18 @@ class Pair {
   ucs_status_t status_ = UCS_OK;
 };
 
-bool is_choosable(Call call) { return call == Call::kAmRendezvous || call == Call::kAmEager; }
+bool is_choosable(Call call, const std::vector<std::string>& lanes) {
+  return call == Call::kAmEager || (call == Call::kAmRendezvous && !is_on_this_host(lanes));
+}
 
 }  // namespace
+
+bool is_host_only(const std::string& transport) {
+  static constexpr const char* kNames[] = {"posix", "sysv", "cma", "xpmem", "knem", "self", "sm", "shm", "mm"};
+  return std::any_of(std::begin(kNames), std::end(kNames), [&](const char* name) { return transport == name; });
+}
+
+bool is_on_this_host(const std::vector<std::string>& lanes) { return std::any_of(lanes.begin(), lanes.end(), is_host_only); }
 
 bool reads_one_sidedly(const std::vector<std::string>& lanes) {
   static constexpr const char* kPrefixes[] = {"rc", "dc", "cuda_ipc", "cma", "xpmem", "knem"};
@@ -264,10 +296,10 @@ absl::StatusOr<Call> choose_call(const std::vector<std::string>& lanes, const st
       reason = "the lanes read one-sidedly";
       return Call::kGet;
     }
-    if (is_choosable(result.call) && (best == nullptr || result.gb_per_s > best->gb_per_s)) best = &result;
+    if (is_choosable(result.call, lanes) && (best == nullptr || result.gb_per_s > best->gb_per_s)) best = &result;
   }
   if (best != nullptr) {
-    reason = "the fastest correct call in which the source's UCX checks what it is asked for";
+    reason = is_on_this_host(lanes) ? "correct, and a stopped reader holds nothing of it" : "the faster correct active message";
     return best->call;
   }
   std::string table;

@@ -10,7 +10,9 @@
 //  2. The source never writes into a reader's memory: puts are measured to show what this UCX does, and never chosen.
 //  3. Get is chosen where the lanes read one-sidedly (RDMA, CUDA), and nowhere else: where UCX imitates it in software,
 //     the source's UCX reads whatever address the message names, also one that was unmapped since.
-//  4. choose_call is a pure function of what was measured.
+//  4. Over shared memory a page travels inside its message: in 1.13 a rendezvous with a stopped reader is not ended by a
+//     forced close of its endpoint, and would hold the chunk until the reader wakes or dies.
+//  5. choose_call is a pure function of what was measured.
 #pragma once
 
 #include <cstdint>
@@ -50,12 +52,15 @@ struct CallReport {
 
 struct ProbeOptions {
   std::string reach;
+  std::string host = "127.0.0.1";  // where the two workers meet
   int64_t page_bytes = int64_t{1} << 20;  // about a page of V4-Flash
   int64_t pages = 6;
   int64_t deadline_ms = 5'000;  // a call; what is slower is as bad as wrong
 };
 
 bool reads_one_sidedly(const std::vector<std::string>& lanes);
+bool is_on_this_host(const std::vector<std::string>& lanes);  // any lane in shared memory
+bool is_host_only(const std::string& transport);
 
 // The best correct call, or IMPOSSIBLE with the table of what went wrong.
 absl::StatusOr<Call> choose_call(const std::vector<std::string>& lanes, const std::vector<CallResult>& results,

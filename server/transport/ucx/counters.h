@@ -17,7 +17,6 @@ struct Counters {
   std::atomic<int64_t> links_opened{0};
   std::atomic<int64_t> links_failed{0};         // UCX reported an error
   std::atomic<int64_t> links_silent{0};         // closed because the peer said nothing
-  std::atomic<int64_t> receives_cut_off{0};     // ended by an endpoint's forced close, not by their own completion
   std::atomic<int64_t> bytes_in_flight_now{0};  // asked for and not yet arrived
   // source
   std::atomic<int64_t> pages_sent{0};

@@ -29,11 +29,11 @@ absl::Status refusal(uint32_t cause, uint32_t position) {
 
 }  // namespace
 
-bool send_control(ucp_ep_h endpoint, MessageId id, std::string header, std::string payload) {
+bool send_control(ucp_ep_h endpoint, MessageId id, std::string header, std::string payload, bool with_reply) {
   auto control = std::make_unique<Control>(Control{std::move(header), std::move(payload)});
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
-  param.flags = UCP_AM_SEND_FLAG_EAGER;
+  param.flags = UCP_AM_SEND_FLAG_EAGER | (with_reply ? UCP_AM_SEND_FLAG_REPLY : 0);
   param.cb.send = [](void* request, ucs_status_t, void* kept) {
     delete static_cast<Control*>(kept);
     ucp_request_free(request);
@@ -58,12 +58,11 @@ Reader::Reader(WorkerThread& thread, const Chunks& chunks, Counters& counters, L
 
 Reader::~Reader() {
   NEEDLE_CHECK(fetches_.empty(), "a reader ends after its requests");
-  for (Landing* landing : landings_) delete landing;
 }
 
 absl::Status Reader::listen() {
   for (const auto& [id, callback] : {std::pair{kPage, &Reader::on_page}, std::pair{kRefused, &Reader::on_refused},
-                                     std::pair{kPong, &Reader::on_pong}}) {
+                                     std::pair{kPong, &Reader::on_pong}, std::pair{kWelcome, &Reader::on_welcome}}) {
     if (absl::Status status = thread_.worker().receive(id, callback, this); !status.ok()) return status;
   }
   return absl::OkStatus();
@@ -71,9 +70,9 @@ absl::Status Reader::listen() {
 
 // ---------------------------------------------------------------------------------------------------------------- peers
 
-void Reader::meet(NodeId node, Incarnation incarnation, uint64_t instance, std::string address) {
+void Reader::meet(NodeId node, Incarnation incarnation, uint64_t instance, const SocketAddress& address) {
   Peer& peer = peers_[node];
-  if (peer.instance == instance && peer.address == address) return;
+  if (peer.instance == instance) return;
   peer.node = node;
   if (peer.instance != 0) {
     fail_link(peer, make_error(ErrorCode::kPeerLost, "the peer restarted"));
@@ -81,7 +80,7 @@ void Reader::meet(NodeId node, Incarnation incarnation, uint64_t instance, std::
   }
   peer.incarnation = incarnation;
   peer.instance = instance;
-  peer.address = std::move(address);
+  peer.address = address;
 }
 
 void Reader::learn(NodeId node, Incarnation incarnation, const std::vector<ChunkDescriptor>& chunks) {
@@ -135,20 +134,13 @@ void Reader::open_link(Peer& peer, int64_t now_ns) {
     return fail_link(peer, endpoint.status());
   }
   link->endpoint = *endpoint;
-  const std::vector<std::string> lanes = lanes_of(*endpoint);
-  link->call = settings_.call_of(lanes);
   HelloHeader hello;
   hello.reader_node = settings_.node.value();
   hello.link = link->name;
   hello.source_instance = peer.instance;
-  std::string lanes_text;
-  for (const std::string& lane : lanes) lanes_text += (lanes_text.empty() ? "" : "+") + lane;
-  log_.write(LogLevel::kInfo, "ucx_link_opened",
-             {{"peer", std::to_string(peer.node.value())}, {"lanes", lanes_text},
-              {"call", kCallNames[static_cast<size_t>(link->call)]}});
   counters_.links_opened.fetch_add(1);
   peer.link = std::move(link);
-  if (!send_control(peer.link->endpoint, kHello, bytes_of(hello), thread_.worker().address())) {
+  if (!send_control(peer.link->endpoint, kHello, bytes_of(hello), "", true)) {
     fail_link(peer, make_error(ErrorCode::kPeerLost, "the endpoint took no message"));
   }
 }
@@ -180,7 +172,8 @@ void Reader::close_link(Peer& peer) {
   link.closing = ucp_ep_close_nbx(link.endpoint, &param);
 }
 
-// True when the endpoint is gone: nothing that was asked for over it can land any more.
+// True when the endpoint is gone and UCX has let go of every page that was landing over it. In 1.13 the close itself
+// completes earlier: it ends those requests afterwards, on a later progress.
 bool Reader::finish_close(Peer& peer) {
   Link& link = *peer.link;
   if (UCS_PTR_IS_PTR(link.closing)) {
@@ -188,14 +181,7 @@ bool Reader::finish_close(Peer& peer) {
     ucp_request_free(link.closing);
     link.closing = nullptr;
   }
-  std::vector<Landing*> cut_off;
-  for (Landing* landing : landings_) {
-    if (landing->link == link.name) cut_off.push_back(landing);
-  }
-  for (Landing* landing : cut_off) {
-    counters_.receives_cut_off.fetch_add(1);
-    landed(landing, UCS_ERR_CANCELED);
-  }
+  if (link.landing > 0) return false;
   add_in_flight(peer, -link.bytes_in_flight);
   peer.link.reset();
   return true;
@@ -216,7 +202,7 @@ void Reader::fetch(FetchRequest request) {
   NEEDLE_CHECK(fetches_.find(request.id) == fetches_.end(), "a request is posted once");
   if (stopping_) return refuse(request, make_error(ErrorCode::kStopping, "the transport is stopping"));
   const auto found = peers_.find(request.source);
-  if (found == peers_.end() || found->second.address.empty()) {
+  if (found == peers_.end() || found->second.address.bytes == 0) {
     return refuse(request, make_error(ErrorCode::kNotFound, "peer " + std::to_string(request.source.value()) +
                                                                 " has told no transport address: is it a static peer here?"));
   }
@@ -325,11 +311,11 @@ void Reader::tend(Peer& peer, int64_t now_ns) {
   }
   if (peer.waiting.empty()) return;
   if (peer.link == nullptr) open_link(peer, now_ns);
-  if (peer.link != nullptr && peer.link->failure.ok()) pump(peer, now_ns);
+  if (peer.link != nullptr && peer.link->failure.ok() && peer.link->is_welcome) pump(peer);
 }
 
 // Asks for as much as the bound allows, oldest request first.
-void Reader::pump(Peer& peer, int64_t) {
+void Reader::pump(Peer& peer) {
   while (!peer.waiting.empty() && peer.link != nullptr && peer.link->failure.ok()) {
     Fetch& fetch = fetches_.at(peer.waiting.front());
     const size_t before = fetch.next;
@@ -397,14 +383,12 @@ void Reader::get(Peer& peer, Fetch& fetch, Page& page) {
   const ChunkGeometry& geometry = inside->second.geometry;
   const uint64_t remote =
       geometry.address + uint64_t{page.wanted.index} * geometry.page_bytes - geometry.first_byte;
-  Landing* landing = new_landing(fetch, page, peer.link->name);
+  Landing* landing = start_landing(peer, fetch, page);
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH;
   param.cb.send = &Reader::on_got;
   param.user_data = landing;
   param.memh = page.target.memory;
-  page.stage = Stage::kLanding;
-  ++fetch.landing;
   add_in_flight(peer, page.target.page_bytes);
   const ucs_status_ptr_t request = ucp_get_nbx(peer.link->endpoint, page.target.bytes,
                                                static_cast<size_t>(page.target.page_bytes), remote, key, &param);
@@ -412,10 +396,12 @@ void Reader::get(Peer& peer, Fetch& fetch, Page& page) {
   landed(landing, UCS_PTR_IS_ERR(request) ? UCS_PTR_STATUS(request) : UCS_OK);
 }
 
-Reader::Landing* Reader::new_landing(const Fetch& fetch, const Page& page, const LinkName& link) {
-  Landing* landing = new Landing{this, fetch.id, page.wanted.position, link};
-  landings_.insert(landing);
-  return landing;
+// The page lands from now on: owned by UCX's callback, or by who finds that there will be none.
+Reader::Landing* Reader::start_landing(Peer& peer, Fetch& fetch, Page& page) {
+  page.stage = Stage::kLanding;
+  ++fetch.landing;
+  ++peer.link->landing;
+  return new Landing{this, fetch.id, page.wanted.position};
 }
 
 void Reader::on_got(void* request, ucs_status_t status, void* argument) {
@@ -433,14 +419,13 @@ void Reader::on_received(void* request, ucs_status_t status, size_t, void* argum
 void Reader::landed(Landing* landing, ucs_status_t status) {
   const FetchId id = landing->id;
   const uint32_t position = landing->position;
-  const LinkName link = landing->link;
-  landings_.erase(landing);
   delete landing;
   Fetch& fetch = fetches_.at(id);  // a request is not answered while a page of it lands
   Page& page = fetch.pages[position];
   NEEDLE_CHECK(page.stage == Stage::kLanding, "a page lands once");
   Peer& peer = peers_.at(fetch.peer);
-  if (peer.link != nullptr && peer.link->name == link) add_in_flight(peer, -page.target.page_bytes);
+  add_in_flight(peer, -page.target.page_bytes);  // the link stays until its last page has landed
+  --peer.link->landing;
   --fetch.landing;
   if (status == UCS_OK) return arrived(fetch, page);
   page.stage = Stage::kGone;
@@ -487,6 +472,30 @@ ucs_status_t Reader::on_pong(void* argument, const void* header, size_t header_b
                              const ucp_am_recv_param_t*) {
   LinkName name;
   static_cast<Reader*>(argument)->hear(header, header_bytes, sizeof(LifeHeader), name);
+  return UCS_OK;
+}
+
+ucs_status_t Reader::on_welcome(void* argument, const void* header, size_t header_bytes, void*, size_t,
+                                const ucp_am_recv_param_t*) {
+  Reader* self = static_cast<Reader*>(argument);
+  LinkName name;
+  Peer* peer = self->hear(header, header_bytes, sizeof(WelcomeHeader), name);
+  if (peer == nullptr) return UCS_OK;
+  WelcomeHeader welcome;
+  std::memcpy(&welcome, header, sizeof welcome);
+  if (welcome.source_instance != peer->instance) {
+    self->fail_link(*peer, make_error(ErrorCode::kStale, "another process answers at the source's address: it restarted"));
+    return UCS_OK;
+  }
+  Link& link = *peer->link;
+  const std::vector<std::string> lanes = lanes_of(link.endpoint);
+  link.call = self->settings_.call_of(lanes);
+  link.is_welcome = true;
+  std::string text;
+  for (const std::string& lane : lanes) text += (text.empty() ? "" : "+") + lane;
+  self->log_.write(LogLevel::kInfo, "ucx_link_opened",
+                   {{"peer", std::to_string(peer->node.value())}, {"address", peer->address.text()}, {"lanes", text},
+                    {"call", kCallNames[static_cast<size_t>(link.call)]}});
   return UCS_OK;
 }
 
@@ -545,13 +554,11 @@ ucs_status_t Reader::take_page(Peer& peer, const PageHeader& header, void* data,
     if (page->landed_bytes == page->target.page_bytes) arrived(fetch, *page);
     return UCS_OK;
   }
-  Landing* landing = new_landing(fetch, *page, peer.link->name);
+  Landing* landing = start_landing(peer, fetch, *page);
   ucp_request_param_t receive{};
   receive.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   receive.cb.recv_am = &Reader::on_received;
   receive.user_data = landing;
-  page->stage = Stage::kLanding;
-  ++fetch.landing;
   const ucs_status_ptr_t request = ucp_am_recv_data_nbx(thread_.worker().handle(), data, page->target.bytes, bytes, &receive);
   if (!UCS_PTR_IS_PTR(request)) landed(landing, UCS_PTR_IS_ERR(request) ? UCS_PTR_STATUS(request) : UCS_OK);
   return UCS_INPROGRESS;

@@ -4,13 +4,14 @@
 // The first request to a peer opens a *link*; the link ends whole, by an error, by silence or by close_peer, and takes
 // every request to that peer with it. The next request opens another under the next number.
 //
-// A page of a request:   waiting → asked → landing → arrived
-//                             \       \        \____ cut off, when the link's forced close is done
-//                              \_______\____________ gone, when its request was cancelled or failed
+// A page of a request:  waiting -> asked -> landing -> arrived
+//                       waiting or asked -> gone, at once, when its request was cancelled or failed
+//                       landing -> gone, when UCX says that it ended, which a forced close hastens
 //
 // What must stay true:
 //  1. A request is answered exactly once, when none of its pages is landing; only pages that are asked for are landed.
-//  2. Landing pages end by their own completion or with the link's forced close. No timer ends them.
+//  2. Landing pages end by their own completion, which a forced close of the link hastens. No timer ends them, and the
+//     link lives until the last of them ended.
 //  3. Bytes asked for and not arrived stay below bytes_in_flight_max a link, or are one page.
 //  4. Silence is measured while this thread runs: after a pause of our own (SIGSTOP, a debugger) the peer gets its time anew.
 #pragma once
@@ -22,7 +23,6 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include "base/log.h"
@@ -61,7 +61,7 @@ class Reader {
   absl::Status listen();  // before the thread starts
 
   // The rest on the thread.
-  void meet(NodeId peer, Incarnation incarnation, uint64_t instance, std::string address);
+  void meet(NodeId peer, Incarnation incarnation, uint64_t instance, const SocketAddress& address);
   void learn(NodeId peer, Incarnation incarnation, const std::vector<ChunkDescriptor>& chunks);
   void fetch(FetchRequest request);
   void cancel(FetchId id);
@@ -99,11 +99,13 @@ class Reader {
   struct Link {
     LinkName name;
     ucp_ep_h endpoint = nullptr;
+    bool is_welcome = false;  // connected, and by the one that was meant
     Call call = Call::kAmEager;
     std::map<std::pair<PoolId, ChunkIndex>, ucp_rkey_h> keys;
     int64_t heard_ns = 0;
     int64_t pinged_ns = 0;
     int64_t bytes_in_flight = 0;
+    int64_t landing = 0;              // pages that UCX works on
     absl::Status failure;             // set: the link is to be closed
     ucs_status_ptr_t closing = nullptr;
     bool is_closing = false;
@@ -113,7 +115,7 @@ class Reader {
     NodeId node;
     Incarnation incarnation;
     uint64_t instance = 0;
-    std::string address;
+    SocketAddress address;
     std::map<std::pair<PoolId, ChunkIndex>, RemoteChunk> chunks;
     std::unique_ptr<Link> link;
     std::deque<FetchId> waiting;  // requests with pages to ask for, oldest first
@@ -124,12 +126,13 @@ class Reader {
     Reader* reader;
     FetchId id;
     uint32_t position;
-    LinkName link;
   };
 
   static void on_endpoint_error(void* self, ucp_ep_h endpoint, ucs_status_t status);
   static ucs_status_t on_page(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
                               const ucp_am_recv_param_t* param);
+  static ucs_status_t on_welcome(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
+                                 const ucp_am_recv_param_t* param);
   static ucs_status_t on_refused(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
                                  const ucp_am_recv_param_t* param);
   static ucs_status_t on_pong(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
@@ -144,7 +147,7 @@ class Reader {
   void close_link(Peer& peer);
   bool finish_close(Peer& peer);
   void tend(Peer& peer, int64_t now_ns);
-  void pump(Peer& peer, int64_t now_ns);
+  void pump(Peer& peer);
   void ask(Peer& peer, Fetch& fetch);
   void get(Peer& peer, Fetch& fetch, Page& page);
   ucp_rkey_h key_of(Peer& peer, PoolId pool, ChunkIndex chunk);
@@ -156,7 +159,7 @@ class Reader {
   void answer_if_over(Fetch& fetch);
   void refuse(const FetchRequest& request, absl::Status status);
   void add_in_flight(Peer& peer, int64_t bytes);
-  Landing* new_landing(const Fetch& fetch, const Page& page, const LinkName& link);
+  Landing* start_landing(Peer& peer, Fetch& fetch, Page& page);
 
   WorkerThread& thread_;
   const Chunks& chunks_;
@@ -167,14 +170,14 @@ class Reader {
   const Answer answer_;
   std::map<NodeId, Peer> peers_;
   std::map<FetchId, Fetch> fetches_;
-  std::unordered_set<Landing*> landings_;
   uint64_t links_made_ = 0;
   int64_t turned_ns_ = 0;
   bool stopping_ = false;
 };
 
-// Sends a small message whose bytes it keeps until UCX is done with them. False: the endpoint refused.
-bool send_control(ucp_ep_h endpoint, MessageId id, std::string header, std::string payload);
+// Sends a small message whose bytes it keeps until UCX is done with them. False: the endpoint refused. The receiver of a
+// message `with_reply` is told the endpoint over which it came.
+bool send_control(ucp_ep_h endpoint, MessageId id, std::string header, std::string payload, bool with_reply = false);
 
 template <class Header>
 std::string bytes_of(const Header& header) {

@@ -19,11 +19,14 @@ Source::Source(WorkerThread& thread, Chunks& chunks, Counters& counters, Log& lo
       settings_(std::move(settings)),
       released_(std::move(released)) {}
 
-absl::Status Source::listen() {
+absl::Status Source::listen(const SocketAddress& where) {
   for (const auto& [id, callback] : {std::pair{kHello, &Source::on_hello}, std::pair{kFetch, &Source::on_fetch},
                                      std::pair{kCancel, &Source::on_cancel}, std::pair{kPing, &Source::on_ping}}) {
     if (absl::Status status = thread_.worker().receive(id, callback, this); !status.ok()) return status;
   }
+  absl::StatusOr<std::unique_ptr<Listener>> listener = Listener::create(thread_.worker(), where, &Source::on_request, this);
+  if (!listener.ok()) return listener.status();
+  listener_ = std::move(*listener);
   return absl::OkStatus();
 }
 
@@ -33,29 +36,43 @@ void Source::release(PoolId pool, ChunkIndex chunk) {
 
 // ---------------------------------------------------------------------------------------------------------------- links
 
-void Source::open_link(const HelloHeader& hello, std::string address) {
-  for (auto& [name, link] : links_) {
-    if (link.reader.value() == hello.reader_node && link.failure == nullptr) fail(link, "the reader opened another");
+void Source::on_request(ucp_conn_request_h request, void* self) {
+  static_cast<Source*>(self)->requests_.push_back(request);
+}
+
+void Source::accept_waiting() {
+  std::vector<ucp_conn_request_h> requests;
+  requests.swap(requests_);
+  for (ucp_conn_request_h request : requests) {
+    if (stopping_ || links_.size() >= kLinksMax) {
+      ucp_listener_reject(listener_->handle(), request);
+      counters_.messages_dropped.fetch_add(1);
+      continue;
+    }
+    absl::StatusOr<ucp_ep_h> endpoint = accept_endpoint(thread_.worker(), request, &Source::on_endpoint_error, this);
+    if (!endpoint.ok()) {
+      log_.write(LogLevel::kWarning, "ucx_reader_not_accepted", {{"cause", std::string(endpoint.status().message())}});
+      continue;
+    }
+    Link& link = links_[*endpoint];
+    link.endpoint = *endpoint;
+    link.heard_ns = thread_.now_ns();
+    counters_.source_links_now.fetch_add(1);
   }
-  if (links_.size() >= kLinksMax || links_.find(hello.link) != links_.end()) {
-    counters_.messages_dropped.fetch_add(1);
-    return;
+}
+
+void Source::welcome(Link& link, const HelloHeader& hello) {
+  for (auto& [endpoint, other] : links_) {
+    if (&other == &link || other.failure != nullptr || other.reader.value() != hello.reader_node) continue;
+    const bool late = other.name.reader_instance == hello.link.reader_instance && other.name.number >= hello.link.number;
+    if (late) return fail(link, "the reader has opened a later one");  // of before this process was stopped, say
+    fail(other, "the reader opened another");
   }
-  absl::StatusOr<ucp_ep_h> endpoint = open_endpoint(thread_.worker(), address, &Source::on_endpoint_error, this);
-  if (!endpoint.ok()) {
-    log_.write(LogLevel::kWarning, "ucx_reader_unreachable",
-               {{"reader", std::to_string(hello.reader_node)}, {"cause", std::string(endpoint.status().message())}});
-    counters_.messages_dropped.fetch_add(1);
-    return;
-  }
-  Link link;
   link.name = hello.link;
   link.reader = NodeId(hello.reader_node);
-  link.endpoint = *endpoint;
-  link.call = settings_.call_of(lanes_of(*endpoint));
+  link.call = settings_.call_of(lanes_of(link.endpoint));
   link.heard_ns = thread_.now_ns();
-  links_.emplace(hello.link, std::move(link));
-  counters_.source_links_now.fetch_add(1);
+  send_control(link.endpoint, kWelcome, bytes_of(WelcomeHeader{link.name, settings_.instance}), "");
 }
 
 void Source::fail(Link& link, const char* cause) {
@@ -86,6 +103,7 @@ bool Source::close(Link& link) {
 int64_t Source::turn(int64_t now_ns) {
   const bool paused = turned_ns_ != 0 && now_ns - turned_ns_ > settings_.silence_ns / 2;
   turned_ns_ = now_ns;
+  accept_waiting();
   for (auto entry = links_.begin(); entry != links_.end();) {
     Link& link = entry->second;
     if (paused) link.heard_ns = now_ns;  // time that this thread did not see is not the reader's silence
@@ -103,7 +121,10 @@ int64_t Source::turn(int64_t now_ns) {
       ++entry;
     }
   }
-  if (stopping_ && links_.empty()) return WorkerThread::kEnd;
+  if (stopping_ && links_.empty()) {
+    listener_.reset();  // on this thread, before the worker ends
+    return WorkerThread::kEnd;
+  }
   return now_ns + std::min(settings_.heartbeat_ns, settings_.silence_ns / 4);
 }
 
@@ -145,7 +166,7 @@ bool Source::send_next(Link& link) {
   const int64_t left = place->page_bytes - item.sent_bytes;
   const int64_t bytes = whole ? left : std::min(left, settings_.message_bytes_max);
 
-  Send* send = new Send{this, link.name, item.pool, place->chunk, bytes == left, {}};
+  Send* send = new Send{this, link.endpoint, item.pool, place->chunk, bytes == left, {}};
   send->header.link = link.name;
   send->header.ticket = item.ticket;
   send->header.attempt = item.attempt;
@@ -195,38 +216,37 @@ void Source::sent(Send* send, ucs_status_t status) {
 
 void Source::on_endpoint_error(void* argument, ucp_ep_h endpoint, ucs_status_t) {
   Source* self = static_cast<Source*>(argument);
-  for (auto& [name, link] : self->links_) {
-    if (link.endpoint != endpoint || link.failure != nullptr) continue;
-    self->counters_.source_links_failed.fetch_add(1);
-    self->fail(link, "the endpoint to the reader failed");
-  }
+  const auto found = self->links_.find(endpoint);
+  if (found == self->links_.end() || found->second.failure != nullptr) return;
+  self->counters_.source_links_failed.fetch_add(1);
+  self->fail(found->second, "the endpoint to the reader failed");
 }
 
 Source::Link* Source::hear(const void* header, size_t header_bytes, size_t expected_bytes) {
   LinkName name;
   if (header_bytes == expected_bytes) std::memcpy(&name, header, sizeof name);
-  const auto found = header_bytes == expected_bytes ? links_.find(name) : links_.end();
-  if (found == links_.end() || found->second.failure != nullptr) {
-    counters_.messages_dropped.fetch_add(1);
-    return nullptr;
+  for (auto& [endpoint, link] : links_) {
+    if (header_bytes != expected_bytes || link.name != name || link.reader.is_none() || link.failure != nullptr) continue;
+    link.heard_ns = thread_.now_ns();
+    return &link;
   }
-  found->second.heard_ns = thread_.now_ns();
-  return &found->second;
+  counters_.messages_dropped.fetch_add(1);
+  return nullptr;
 }
 
-ucs_status_t Source::on_hello(void* argument, const void* header, size_t header_bytes, void* data, size_t bytes,
+ucs_status_t Source::on_hello(void* argument, const void* header, size_t header_bytes, void*, size_t,
                               const ucp_am_recv_param_t* param) {
   Source* self = static_cast<Source*>(argument);
   HelloHeader hello;
-  const bool offered = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-  if (header_bytes == sizeof hello && !offered) std::memcpy(&hello, header, sizeof hello);
-  const bool meant = header_bytes == sizeof hello && !offered && hello.magic == kWireMagic &&
-                     hello.version == kWireVersion && hello.source_instance == self->settings_.instance && bytes > 0;
-  if (!meant || self->stopping_) {
+  if (header_bytes == sizeof hello) std::memcpy(&hello, header, sizeof hello);
+  const bool named = (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP) != 0;
+  const auto link = named ? self->links_.find(param->reply_ep) : self->links_.end();
+  const bool meant = header_bytes == sizeof hello && hello.magic == kWireMagic && hello.version == kWireVersion;
+  if (!meant || link == self->links_.end() || link->second.failure != nullptr || self->stopping_) {
     self->counters_.messages_dropped.fetch_add(1);
     return UCS_OK;
   }
-  self->open_link(hello, std::string(static_cast<const char*>(data), bytes));
+  self->welcome(link->second, hello);
   return UCS_OK;
 }
 

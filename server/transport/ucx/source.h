@@ -9,13 +9,14 @@
 //     answered when those ended.
 //  2. A reader that is silent or gone costs its link: queue dropped, endpoint closed, sends ended. Nobody else waits for it.
 //  3. Links, queued pages and sends in flight are bounded; what is beyond is refused, not kept.
-//  4. A new link of a reader's node ends its earlier ones.
+//  4. A new link of a reader's node ends its earlier ones. A connection that never says kHello ends by silence.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -36,7 +37,8 @@ class Source {
 
   Source(WorkerThread& thread, Chunks& chunks, Counters& counters, Log& log, HalfSettings settings, Released released);
 
-  absl::Status listen();  // before the thread starts
+  absl::Status listen(const SocketAddress& where);  // before the thread starts
+  const SocketAddress& address() const { return listener_->address(); }
 
   // The rest on the thread.
   void release(PoolId pool, ChunkIndex chunk);
@@ -55,7 +57,7 @@ class Source {
   };
 
   struct Link {
-    LinkName name;
+    LinkName name;  // none before kHello
     NodeId reader;
     ucp_ep_h endpoint = nullptr;
     Call call = Call::kAmEager;
@@ -69,13 +71,14 @@ class Source {
 
   struct Send {
     Source* source;
-    LinkName link;
+    ucp_ep_h link;
     PoolId pool;
     ChunkIndex chunk;
     bool last;  // of its page
     PageHeader header;
   };
 
+  static void on_request(ucp_conn_request_h request, void* self);
   static void on_endpoint_error(void* self, ucp_ep_h endpoint, ucs_status_t status);
   static ucs_status_t on_hello(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
                                const ucp_am_recv_param_t* param);
@@ -88,7 +91,8 @@ class Source {
   static void on_sent(void* request, ucs_status_t status, void* send);
 
   Link* hear(const void* header, size_t header_bytes, size_t expected_bytes);
-  void open_link(const HelloHeader& hello, std::string address);
+  void accept_waiting();
+  void welcome(Link& link, const HelloHeader& hello);
   void fail(Link& link, const char* cause);
   bool close(Link& link);  // true when the endpoint is gone and no send is left
   void pump(Link& link);
@@ -103,7 +107,9 @@ class Source {
   Log& log_;
   const HalfSettings settings_;
   const Released released_;
-  std::map<LinkName, Link> links_;
+  std::vector<ucp_conn_request_h> requests_;  // to be accepted on the next turn, outside UCX's callback
+  std::map<ucp_ep_h, Link> links_;
+  std::unique_ptr<Listener> listener_;
   int64_t turned_ns_ = 0;
   bool stopping_ = false;
 };

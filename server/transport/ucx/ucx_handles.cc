@@ -1,7 +1,11 @@
 #include "server/transport/ucx/ucx_handles.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <utility>
 
 #include "proto/errors.h"
@@ -23,6 +27,7 @@ void prepare_environment(const FabricSettings& settings) {
   if (const char* operators = std::getenv("UCX_TLS"); list.empty() && operators != nullptr) list = operators;
   if (takes(list, "posix")) setenv("UCX_POSIX_ERROR_HANDLING", "y", 0);
   if (takes(list, "sysv")) setenv("UCX_SYSV_ERROR_HANDLING", "y", 0);
+  setenv("UCX_TCP_CM_REUSEADDR", "y", 0);  // else a restart at a fixed port waits for the last one's connections to fade
 #if defined(__SANITIZE_THREAD__)
   // UCX's hook of madvise crashes in the teardown of a thread under ThreadSanitizer.
   setenv("UCX_MEM_EVENTS", "n", 0);
@@ -97,12 +102,6 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::create(Context& context) {
   ucs_status_t status = ucp_worker_create(context.handle(), &params, &handle);
   if (status != UCS_OK) return memory_error(status, "no UCX worker");
   std::unique_ptr<Worker> worker(new Worker(handle));
-  ucp_address_t* address = nullptr;
-  size_t address_bytes = 0;
-  status = ucp_worker_get_address(handle, &address, &address_bytes);
-  if (status != UCS_OK) return memory_error(status, "a UCX worker has no address");
-  worker->address_.assign(reinterpret_cast<const char*>(address), address_bytes);
-  ucp_worker_release_address(handle, address);
   status = ucp_worker_get_efd(handle, &worker->event_fd_);
   if (status != UCS_OK) return memory_error(status, "a UCX worker has no event descriptor");
   return worker;
@@ -147,12 +146,66 @@ absl::StatusOr<std::unique_ptr<MappedMemory>> MappedMemory::map(Context& context
 
 MappedMemory::~MappedMemory() { ucp_mem_unmap(context_, memory_); }
 
-absl::StatusOr<ucp_ep_h> open_endpoint(Worker& worker, const std::string& address, ucp_err_handler_cb_t on_error,
-                                       void* argument) {
-  ucp_ep_params_t params{};
-  params.field_mask =
-      UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+absl::StatusOr<SocketAddress> SocketAddress::parse(const std::string& host, int port) {
+  SocketAddress address;
+  auto* v4 = reinterpret_cast<sockaddr_in*>(&address.storage);
+  auto* v6 = reinterpret_cast<sockaddr_in6*>(&address.storage);
+  if (inet_pton(AF_INET, host.c_str(), &v4->sin_addr) == 1) {
+    v4->sin_family = AF_INET;
+    v4->sin_port = htons(static_cast<uint16_t>(port));
+    address.bytes = sizeof *v4;
+  } else if (inet_pton(AF_INET6, host.c_str(), &v6->sin6_addr) == 1) {
+    v6->sin6_family = AF_INET6;
+    v6->sin6_port = htons(static_cast<uint16_t>(port));
+    address.bytes = sizeof *v6;
+  } else {
+    return make_error(ErrorCode::kInvalid, "'" + host + "' is no numeric IP address");
+  }
+  return address;
+}
+
+std::string SocketAddress::text() const {
+  char host[INET6_ADDRSTRLEN] = "?";
+  const auto* v4 = reinterpret_cast<const sockaddr_in*>(&storage);
+  const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&storage);
+  if (storage.ss_family == AF_INET6) {
+    inet_ntop(AF_INET6, &v6->sin6_addr, host, sizeof host);
+    return "[" + std::string(host) + "]:" + std::to_string(ntohs(v6->sin6_port));
+  }
+  inet_ntop(AF_INET, &v4->sin_addr, host, sizeof host);
+  return std::string(host) + ":" + std::to_string(ntohs(v4->sin_port));
+}
+
+absl::StatusOr<std::unique_ptr<Listener>> Listener::create(Worker& worker, const SocketAddress& where,
+                                                           ucp_listener_conn_callback_t on_request, void* argument) {
+  ucp_listener_params_t params{};
+  params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
+  params.sockaddr.addr = reinterpret_cast<const sockaddr*>(&where.storage);
+  params.sockaddr.addrlen = where.bytes;
+  params.conn_handler.cb = on_request;
+  params.conn_handler.arg = argument;
+  ucp_listener_h handle = nullptr;
+  ucs_status_t status = ucp_listener_create(worker.handle(), &params, &handle);
+  if (status != UCS_OK) {
+    return memory_error(status, "UCX cannot listen on " + where.text() + " (is the address this host's, the port free?)");
+  }
+  std::unique_ptr<Listener> listener(new Listener(handle));
+  ucp_listener_attr_t attributes{};
+  attributes.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR;
+  status = ucp_listener_query(handle, &attributes);
+  if (status != UCS_OK) return memory_error(status, "UCX does not tell where it listens");
+  listener->address_ = where;
+  std::memcpy(&listener->address_.storage, &attributes.sockaddr, where.bytes);
+  return listener;
+}
+
+Listener::~Listener() { ucp_listener_destroy(listener_); }
+
+namespace {
+
+absl::StatusOr<ucp_ep_h> create_endpoint(Worker& worker, ucp_ep_params_t params, ucp_err_handler_cb_t on_error,
+                                         void* argument) {
+  params.field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = on_error;
   params.err_handler.arg = argument;
@@ -160,6 +213,26 @@ absl::StatusOr<ucp_ep_h> open_endpoint(Worker& worker, const std::string& addres
   const ucs_status_t status = ucp_ep_create(worker.handle(), &params, &endpoint);
   if (status != UCS_OK) return peer_error(status, "no endpoint to the peer");
   return endpoint;
+}
+
+}  // namespace
+
+absl::StatusOr<ucp_ep_h> open_endpoint(Worker& worker, const SocketAddress& peer, ucp_err_handler_cb_t on_error,
+                                       void* argument) {
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_SOCK_ADDR | UCP_EP_PARAM_FIELD_FLAGS;
+  params.flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER;
+  params.sockaddr.addr = reinterpret_cast<const sockaddr*>(&peer.storage);
+  params.sockaddr.addrlen = peer.bytes;
+  return create_endpoint(worker, params, on_error, argument);
+}
+
+absl::StatusOr<ucp_ep_h> accept_endpoint(Worker& worker, ucp_conn_request_h request, ucp_err_handler_cb_t on_error,
+                                         void* argument) {
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST;
+  params.conn_request = request;
+  return create_endpoint(worker, params, on_error, argument);
 }
 
 std::vector<std::string> lanes_of(ucp_ep_h endpoint) {

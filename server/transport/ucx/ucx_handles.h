@@ -5,11 +5,14 @@
 //     when a worker still lived).
 //  2. A Worker is used by one thread. A Context may be used by several: it is made for shared workers.
 //  3. Endpoints are made with error handling of peers, always: without it a dead peer hangs its requests for ever.
+//  4. Endpoints are connected through a listener, never by exchanged worker addresses: in 1.13.1 a peer that dies while
+//     those connect aborts *this* process (ucp_request.c:684, "got REP message").
 //
 // Settings of UCX's transports go in by setenv() before the context, without overwriting what an operator set: in 1.13.1
 // ucp_config_modify() of those returns success and does nothing. It does work for UCP's own: TLS, NET_DEVICES, RNDV_SCHEME.
 #pragma once
 
+#include <sys/socket.h>
 #include <ucp/api/ucp.h>
 
 #include <memory>
@@ -58,7 +61,6 @@ class Worker {
   Worker& operator=(const Worker&) = delete;
 
   ucp_worker_h handle() const { return worker_; }
-  const std::string& address() const { return address_; }
   int event_fd() const { return event_fd_; }  // readable after arm() when progress has something to do
 
   bool progress() { return ucp_worker_progress(worker_) != 0; }
@@ -69,8 +71,35 @@ class Worker {
  private:
   explicit Worker(ucp_worker_h worker) : worker_(worker) {}
   ucp_worker_h worker_;
-  std::string address_;
   int event_fd_ = -1;
+};
+
+// An IP address and port, copied between processes as it lies.
+struct SocketAddress {
+  sockaddr_storage storage{};
+  uint32_t bytes = 0;
+
+  static absl::StatusOr<SocketAddress> parse(const std::string& host, int port);  // numeric, IPv4 or IPv6
+  std::string text() const;
+};
+
+// Where a worker is called. `on_request` runs inside the worker's progress and must pass every request to
+// accept_endpoint or ucp_listener_reject.
+class Listener {
+ public:
+  static absl::StatusOr<std::unique_ptr<Listener>> create(Worker& worker, const SocketAddress& where,
+                                                          ucp_listener_conn_callback_t on_request, void* argument);
+  ~Listener();
+  Listener(const Listener&) = delete;
+  Listener& operator=(const Listener&) = delete;
+
+  ucp_listener_h handle() const { return listener_; }
+  const SocketAddress& address() const { return address_; }  // with the port that it got
+
+ private:
+  explicit Listener(ucp_listener_h listener) : listener_(listener) {}
+  ucp_listener_h listener_;
+  SocketAddress address_;
 };
 
 // One registration of a run of memory that someone else owns.
@@ -91,11 +120,14 @@ class MappedMemory {
   std::string remote_key_;
 };
 
-absl::StatusOr<ucp_ep_h> open_endpoint(Worker& worker, const std::string& address, ucp_err_handler_cb_t on_error,
+// Both return at once; a peer that is not there is told through `on_error`.
+absl::StatusOr<ucp_ep_h> open_endpoint(Worker& worker, const SocketAddress& peer, ucp_err_handler_cb_t on_error,
                                        void* argument);
+absl::StatusOr<ucp_ep_h> accept_endpoint(Worker& worker, ucp_conn_request_h request, ucp_err_handler_cb_t on_error,
+                                         void* argument);
 
 // The transports of an endpoint's lanes, as UCX names them: {"tcp"}, {"sysv", "posix"}, {"rc_mlx5"}. 1.13 has no query
-// for it, so it is read off ucp_ep_print_info.
+// for it, so it is read off ucp_ep_print_info. Known only once the endpoint is connected: a message has come over it.
 std::vector<std::string> lanes_of(ucp_ep_h endpoint);
 
 }  // namespace needle::server::ucx

@@ -19,16 +19,6 @@
 namespace needle::server::ucx {
 namespace {
 
-constexpr const char* kHostOnly[] = {"posix", "sysv", "cma", "xpmem", "knem", "self", "sm", "shm", "mm"};
-
-bool is_host_only(const std::string& transport) {
-  return std::any_of(std::begin(kHostOnly), std::end(kHostOnly), [&](const char* name) { return transport == name; });
-}
-
-bool is_on_this_host(const std::vector<std::string>& lanes) {
-  return std::any_of(lanes.begin(), lanes.end(), is_host_only);
-}
-
 std::vector<std::string> split(const std::string& list) {
   std::vector<std::string> words;
   for (size_t at = 0; at <= list.size();) {
@@ -145,6 +135,7 @@ absl::StatusOr<std::unique_ptr<UcxTransport>> UcxTransport::start(const UcxOptio
   const auto probe = [&](Context& over, const char* reach) -> absl::Status {
     ProbeOptions how;
     how.reach = reach;
+    how.host = options.host;
     absl::StatusOr<CallReport> report = probe_calls(over, env.clock, env.processor_clock, how);
     if (!report.ok()) return report.status();
     if (const std::optional<Call> forced = call_named(options.call)) {
@@ -202,11 +193,15 @@ absl::StatusOr<std::unique_ptr<UcxTransport>> UcxTransport::start(const UcxOptio
         raw->push([&](TransportEvents& events) { events.released.push_back({pool, chunk}); });
       });
   if (absl::Status status = parts->reader->listen(); !status.ok()) return status;
-  if (absl::Status status = parts->source->listen(); !status.ok()) return status;
+  const absl::StatusOr<SocketAddress> where = SocketAddress::parse(options.host, options.port);
+  if (!where.ok()) return where.status();
+  if (absl::Status status = parts->source->listen(*where); !status.ok()) return status;
 
   AddressHeader header;
   header.instance = options.instance;
-  parts->address = bytes_of(header) + parts->source_thread->worker().address();
+  const SocketAddress& listening = parts->source->address();
+  header.socket_bytes = listening.bytes;
+  parts->address = bytes_of(header) + std::string(reinterpret_cast<const char*>(&listening.storage), listening.bytes);
   parts->traits.name = std::string("ucx-") + kCallNames[static_cast<size_t>(parts->reports[0].chosen)];
   parts->traits.one_sided = std::any_of(parts->reports.begin(), parts->reports.end(),
                                         [](const CallReport& report) { return report.chosen == Call::kGet; });
@@ -238,6 +233,7 @@ const TransportTraits& UcxTransport::traits() const { return parts_->traits; }
 
 absl::Status UcxTransport::meet_peer(NodeId peer, Incarnation incarnation, const std::string& address) {
   AddressHeader header;
+  SocketAddress socket;
   if (address.size() > sizeof header) std::memcpy(&header, address.data(), sizeof header);
   if (address.size() <= sizeof header || header.magic != kWireMagic || header.instance == 0) {
     return make_error(ErrorCode::kInvalid, "these " + std::to_string(address.size()) + " bytes are no UCX transport's address");
@@ -246,9 +242,16 @@ absl::Status UcxTransport::meet_peer(NodeId peer, Incarnation incarnation, const
     return make_error(ErrorCode::kInvalid, "the peer's transport speaks version " + std::to_string(header.version) +
                                                ", this one " + std::to_string(kWireVersion) + ": use equal releases");
   }
-  parts_->reader_thread->post([this, peer, incarnation, instance = header.instance,
-                               worker = address.substr(sizeof header)]() mutable {
-    parts_->reader->meet(peer, incarnation, instance, std::move(worker));
+  if (header.socket_bytes > sizeof socket.storage || address.size() != sizeof header + header.socket_bytes) {
+    return make_error(ErrorCode::kInvalid, "a UCX transport's address is cut short or too long");
+  }
+  socket.bytes = header.socket_bytes;
+  std::memcpy(&socket.storage, address.data() + sizeof header, socket.bytes);
+  if (socket.storage.ss_family != AF_INET && socket.storage.ss_family != AF_INET6) {
+    return make_error(ErrorCode::kInvalid, "a UCX transport's address is of neither IPv4 nor IPv6");
+  }
+  parts_->reader_thread->post([this, peer, incarnation, instance = header.instance, socket] {
+    parts_->reader->meet(peer, incarnation, instance, socket);
   });
   return absl::OkStatus();
 }

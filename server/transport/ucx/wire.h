@@ -2,11 +2,12 @@
 //
 // A *link* is one endpoint each way between a reader's and a source's worker, numbered by the reader; it ends whole.
 //
-//   reader → source   kHello   who reads, and the address to answer to. First on every link
+//   reader → source   kHello   who reads, and whom it means. First on every link
 //                     kFetch   send these pages under this (ticket, attempt, part)
 //                     kCancel  forget what was not sent of it
 //                     kPing    I live
-//   source → reader   kPage    a page, or a part of one
+//   source → reader   kWelcome who answers. Nothing is asked for before it
+//                     kPage    a page, or a part of one
 //                     kRefused a page that can't be had, and why
 //                     kPong    I live
 //
@@ -30,7 +31,7 @@ inline constexpr uint32_t kWireVersion = 1;
 inline constexpr uint64_t kWireMagic = 0x78637564'6c65656eull;  // "needlucx" in bytes
 static_assert(std::endian::native == std::endian::little, "headers are copied as they lie in memory");
 
-enum MessageId : unsigned { kHello = 1, kFetch = 2, kCancel = 3, kPing = 4, kPage = 5, kRefused = 6, kPong = 7 };
+enum MessageId : unsigned { kHello = 1, kFetch = 2, kCancel = 3, kPing = 4, kPage = 5, kRefused = 6, kPong = 7, kWelcome = 8 };
 
 struct LinkName {
   uint64_t reader_instance = 0;  // random, of the reader's transport
@@ -38,12 +39,17 @@ struct LinkName {
   friend constexpr auto operator<=>(const LinkName&, const LinkName&) = default;
 };
 
-struct HelloHeader {  // payload: the address of the reader's worker
+struct HelloHeader {
   uint64_t magic = kWireMagic;
   uint32_t version = kWireVersion;
   uint32_t reader_node = 0;
   LinkName link;
-  uint64_t source_instance = 0;  // the one the reader means; another one lives at that address after a restart
+  uint64_t source_instance = 0;  // the one the reader means; another may live at that address after a restart
+};
+
+struct WelcomeHeader {
+  LinkName link;
+  uint64_t source_instance = 0;  // the one that answers; a reader that meant another closes the link
 };
 
 struct FetchHeader {  // payload: WantedPage[]
@@ -93,7 +99,7 @@ struct LifeHeader {  // kPing, kPong
 
 static_assert(sizeof(HelloHeader) == 40 && sizeof(FetchHeader) == 32 && sizeof(WantedPage) == 16);
 static_assert(sizeof(CancelHeader) == 32 && sizeof(PageHeader) == 48 && sizeof(RefusedHeader) == 40);
-static_assert(sizeof(LifeHeader) == 16 && std::has_unique_object_representations_v<PageHeader>);
+static_assert(sizeof(LifeHeader) == 16 && sizeof(WelcomeHeader) == 24 && std::has_unique_object_representations_v<PageHeader>);
 
 // What a peer needs to reach a registered chunk: kept in ChunkDescriptor::descriptor, the packed remote key behind it.
 struct ChunkGeometry {
@@ -106,11 +112,11 @@ struct ChunkGeometry {
 };
 static_assert(sizeof(ChunkGeometry) == 40);
 
-// What membership hands from daemon to daemon: this, then the address of the source's worker.
+// What membership hands from daemon to daemon: this, then `socket_bytes` of a sockaddr.
 struct AddressHeader {
   uint64_t magic = kWireMagic;
   uint32_t version = kWireVersion;
-  uint32_t reserved = 0;
+  uint32_t socket_bytes = 0;
   uint64_t instance = 0;
 };
 static_assert(sizeof(AddressHeader) == 24);
