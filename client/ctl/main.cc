@@ -290,14 +290,25 @@ int peers(Daemon& daemon, bool as_json, const std::string& add) {
   return kDone;
 }
 
-int sequences(Daemon& daemon, bool as_json) {
-  const v1::StatusReply reply = status_of(daemon);
+int sequences(Daemon& daemon, bool as_json, const std::string& pool, int64_t count_max) {
   json document = json::array();
-  Table table({"pool", "sequences", "named pages", "resume points"});
-  for (const auto& set : reply.sets()) {
-    document.push_back({{"pool", set.name()}, {"sequences", set.sequences()}, {"named_pages", set.named_pages()},
-                        {"resume_points", set.resume_points()}});
-    table.row({set.name(), number(set.sequences()), number(set.named_pages()), number(set.resume_points())});
+  Table table({"pool", "sequence", "tokens", "pages", "leases"});
+  for (const auto& set : status_of(daemon).sets()) {
+    if (!pool.empty() && set.name() != pool) continue;
+    v1::SequencesRequest request;
+    request.set_pool_set(set.name());
+    request.set_count_max(count_max);
+    const v1::SequencesReply reply = daemon.call(&v1::Operator::Stub::Sequences, request);
+    json rows = json::array();
+    for (const auto& row : reply.sequences()) {
+      rows.push_back({{"sequence", row.sequence()}, {"tokens", row.tokens()}, {"pages", row.pages()}, {"leases", row.leases()}});
+      table.row({set.name(), std::to_string(row.sequence()), number(row.tokens()), number(row.pages()), number(row.leases())});
+    }
+    document.push_back({{"name", set.name()}, {"total", reply.total()}, {"named_pages", set.named_pages()}, {"resume_points", set.resume_points()},
+                        {"sequences", rows}});
+    if (reply.total() > reply.sequences_size()) {
+      table.row({set.name(), "...", "", "", number(reply.sequences_size()) + " of " + number(reply.total())});
+    }
   }
   as_json ? print(document) : table.print();
   return kDone;
@@ -489,7 +500,11 @@ int run(int argc, char** argv) {
   std::string add_peer;
   CLI::App* peers_command = app.add_subcommand("peers", "other daemons");
   peers_command->add_option("--add", add_peer, "NAME=HOST:PORT, from now on");
-  app.add_subcommand("sequences", "stored sequences, named pages and resume points of each pool");
+  int64_t sequences_max = 50;
+  std::string sequences_pool;
+  CLI::App* sequences_command = app.add_subcommand("sequences", "stored sequences of each pool, latest used first");
+  sequences_command->add_option("--pool", sequences_pool, "one pool instead of all");
+  sequences_command->add_option("--limit", sequences_max)->check(CLI::Range(1, 65536));
 
   std::string pool = "default";
   std::string peer;
@@ -556,7 +571,7 @@ int run(int argc, char** argv) {
   if (chosen("pools")) return pools(daemon, as_json, with_formats);
   if (chosen("clients")) return clients(daemon, as_json);
   if (chosen("peers")) return peers(daemon, as_json, add_peer);
-  if (chosen("sequences")) return sequences(daemon, as_json);
+  if (chosen("sequences")) return sequences(daemon, as_json, sequences_pool, sequences_max);
   if (chosen("ship")) return ship(daemon, as_json, pool, peer, sequence, deadline_ms);
   if (chosen("topk")) return topk(daemon, as_json, topk_options);
   if (chosen("resize")) {
