@@ -439,7 +439,6 @@ class Node::Impl final : public Outbox {
       add("links_opened", counters.links_opened);
       add("links_failed", counters.links_failed);
       add("links_silent", counters.links_silent);
-      add("receives_cut_off", counters.receives_cut_off);
       add("pages_sent", counters.pages_sent);
       add("pages_refused", counters.pages_refused);
       add("source_links_silent", counters.source_links_silent);
