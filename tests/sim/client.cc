@@ -160,7 +160,7 @@ void Client::beat() {
     world_.at(world_.rpc_delay_ns(), [this, era, session = session_, process = life_] {
       world_.deliver_call<Heartbeat>(node_, Heartbeat{session}, [this, era, process](const absl::StatusOr<Nothing>& reply) {
         if (reply.ok() || era != era_ || process != life_) return;
-        const std::string why = reply.status().ToString();
+        const std::string why = std::string(reply.status().message());
         soon(world_.rpc_delay_ns(), [this, era, why] {
           if (era == era_) session_is_stale(why);
         });

@@ -35,7 +35,7 @@ class EngineJob final : public Job {
   SessionId session() { return client_.session(); }
 
   void stop_at(const absl::Status& status, const std::string& doing) {
-    note(doing + " ended with " + status.ToString());
+    note(doing + " ended with " + std::string(status.message()));
     if (!is_expected(status)) world().violated(client_.name() + " met an unexpected error while " + doing + ": " + status.ToString());
     end();
   }
@@ -383,7 +383,7 @@ class EngineJob final : public Job {
           world().violated(client_.name() + " was told that its bytes are good, and they are not: " + wrong);
         }
         if (reply.ok()) return release(lease, [this] { end(); });
-        note("must not use what it read: " + reply.status().ToString());
+        note("must not use what it read: " + std::string(reply.status().message()));
         end();
       });
     }
@@ -433,7 +433,7 @@ class EngineJob final : public Job {
       if (rng().chance(0.2)) call<ShipProgress>({session(), ticket_}, [](const absl::StatusOr<ShipProgress::Reply>&) {});
       call<ShipWait>({session(), ticket_}, [this](const absl::StatusOr<ShipWait::Reply>& done) {
         if (!done.ok()) {
-          note("ship ended with " + done.status().ToString());
+          note("ship ended with " + std::string(done.status().message()));
           return end();
         }
         if (done->table.tokens == 0) return end();  // a repeated answer after the lease was given back
