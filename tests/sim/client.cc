@@ -318,7 +318,7 @@ void Job::read_table(const PageTable& table, const std::shared_ptr<const Story>&
     world().violated(client_.name() + " got " + std::to_string(table.window.size()) + " window pages for " + std::to_string(table.tokens) +
                      " tokens, " + std::to_string(last - first) + " cover the window");
   }
-  for (int64_t block = first; block < last; ++block) {
+  for (int64_t block = first; block < std::min<int64_t>(last, first + static_cast<int64_t>(table.window.size())); ++block) {
     read(window(table.window[static_cast<size_t>(block - first)]), story->window_page(table.tokens, page_tokens(), block), block);
   }
   read(state(table.state), story->state_record(table.tokens, page_tokens()), 0);

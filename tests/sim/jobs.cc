@@ -87,7 +87,7 @@ class EngineJob final : public Job {
         world().violated("a prefix hit's resume point is not whole: " + std::to_string(reply.resume_window.size()) + " of " +
                          std::to_string(last - first) + " window pages");
       }
-      for (int64_t block = first; block < last; ++block) {
+      for (int64_t block = first; block < std::min<int64_t>(last, first + static_cast<int64_t>(reply.resume_window.size())); ++block) {
         read(window(reply.resume_window[static_cast<size_t>(block - first)]),
              story_->window_page(reply.resume_tokens, page_tokens(), block), block);
       }
@@ -363,7 +363,11 @@ class EngineJob final : public Job {
                           position});
       }
       const auto [first, last] = window_blocks(table.tokens);
-      for (int64_t block = first; block < last; ++block) {
+      if (static_cast<int64_t>(table.window.size()) != last - first) {
+        world().violated(client_.name() + " got " + std::to_string(table.window.size()) + " window pages where " +
+                         std::to_string(last - first) + " cover the window");
+      }
+      for (int64_t block = first; block < std::min<int64_t>(last, first + static_cast<int64_t>(table.window.size())); ++block) {
         wanted.push_back({window(table.window[static_cast<size_t>(block - first)]), story_->window_page(table.tokens, page_tokens(), block), block});
       }
       read_next(lease, std::move(wanted), 0, "");
