@@ -31,7 +31,8 @@ class Pair : public ::testing::Test {
     decode_.know_peer(prefill_);
     prefill_.start();
     decode_.start();
-    ASSERT_TRUE(eventually(20, [&] { return decode_.peer_is("prefill", "up") && prefill_.peer_is("decode", "up"); }));
+    const bool met = eventually(20, [&] { return decode_.peer_is("prefill", "up") && prefill_.peer_is("decode", "up"); });
+    if (!met) throw std::runtime_error("the daemons did not meet within 20 s; their logs follow");
   }
   Folder folder_;
   DaemonProcess prefill_{folder_, "prefill", DaemonProcess::default_config()};

@@ -3,16 +3,16 @@
 // What must stay true:
 //  1. Every process started here is dead, and its folder gone, when its object is: also after a failed test.
 //  2. Waiting is for a condition with a deadline (eventually()), never for a time.
-//  3. Pages are filled with words that say (sequence, page position, word), so that a reader can tell whose bytes it sees.
+//  3. What a test can't go on without (a daemon that answers, an attached client) throws, which ends that test at once
+//     with the reason and the daemons' logs.
+//  4. Pages are filled with words that say (sequence, page position, word), so that a reader can tell whose bytes it sees.
 #pragma once
 
 #include <fcntl.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
 #include <signal.h>
 #include <spawn.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -22,6 +22,7 @@
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,6 +30,7 @@
 #include "client/client.h"
 #include "proto/attach.h"
 #include "proto/needle.grpc.pb.h"
+#include "tests/free_port.h"
 
 extern char** environ;
 
@@ -46,19 +48,6 @@ inline bool eventually(double seconds, const std::function<bool()>& condition) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   return true;
-}
-
-// A port of the loopback that nobody had a moment ago.
-inline int free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  EXPECT_EQ(::bind(fd, reinterpret_cast<sockaddr*>(&address), size), 0);
-  EXPECT_EQ(::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size), 0);
-  ::close(fd);
-  return ntohs(address.sin_port);
 }
 
 inline pid_t spawn(const std::vector<std::string>& arguments, int standard_in, int standard_out, const std::string& log) {
@@ -134,7 +123,9 @@ class DaemonProcess {
                                           "--listen-metrics", "127.0.0.1:" + std::to_string(metrics_port_)};
     arguments.insert(arguments.end(), extra_.begin(), extra_.end());
     pid_ = spawn(arguments, -1, -1, (folder_ / "needled.log").string());
-    ASSERT_TRUE(eventually(20, [&] { return answers(); })) << name_ << " did not come up";
+    const bool settled = eventually(20, [&] { return answers() || !running(); });
+    if (!running()) throw std::runtime_error(name_ + " ended before it answered; its log follows");
+    if (!settled) throw std::runtime_error(name_ + " did not answer within 20 s; its log follows");
   }
   bool answers() {
     v1::StatusReply reply;
@@ -150,7 +141,10 @@ class DaemonProcess {
     pid_ = -1;
     return status;
   }
-  bool running() const { return pid_ > 0 && ::kill(pid_, 0) == 0; }
+  bool running() const {
+    siginfo_t ended{};
+    return pid_ > 0 && ::waitid(P_PID, static_cast<id_t>(pid_), &ended, WEXITED | WNOHANG | WNOWAIT) == 0 && ended.si_pid == 0;
+  }
 
   std::string grpc_address() const { return "127.0.0.1:" + std::to_string(grpc_port_); }
   std::string attach_socket() const { return (folder_ / attach::kAttachSocketName).string(); }
@@ -232,8 +226,8 @@ class DaemonProcess {
   }
   std::unique_ptr<client::Client> attach(const std::string& client_name = "test", bool writable = true) const {
     auto client = client::Client::attach(attach_options(client_name, writable));
-    EXPECT_TRUE(client.ok()) << client.status();
-    return client.ok() ? *std::move(client) : nullptr;
+    if (!client.ok()) throw std::runtime_error(std::string(client.status().message()));
+    return *std::move(client);
   }
 
  private:

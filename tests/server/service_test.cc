@@ -1,17 +1,15 @@
 // A whole node in this process, asked over gRPC: what each verb answers, who may ask, and how a refusal looks on the wire.
 #include "server/service.h"
 
-#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstring>
 #include <random>
+#include <stdexcept>
 #include <thread>
 
 #include "base/units.h"
@@ -23,24 +21,14 @@
 #include "server/memory/host_memory.h"
 #include "server/node.h"
 #include "server/wire_convert.h"
+#include "tests/free_port.h"
 
 namespace needle::server {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-int free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  EXPECT_EQ(::bind(fd, reinterpret_cast<sockaddr*>(&address), size), 0);
-  EXPECT_EQ(::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size), 0);
-  ::close(fd);
-  return ntohs(address.sin_port);
-}
+using needle::testing::free_port;
 
 // A daemon without its main(): raw keys in a small pool, no transport unless asked for.
 class RunningNode {
@@ -57,7 +45,7 @@ class RunningNode {
     const absl::StatusOr<NodePlan> plan = plan_node(parsed->options, {.available_bytes = available_memory_bytes(), .host_name = "test", .xdg_runtime_dir = folder});
     EXPECT_TRUE(plan.ok()) << plan.status();
     absl::StatusOr<std::unique_ptr<Node>> node = Node::start(*parsed, *plan, store_, {}, log_);
-    EXPECT_TRUE(node.ok()) << node.status();
+    if (!node.ok()) throw std::runtime_error(std::string(node.status().message()));
     if (node.ok()) node_ = *std::move(node);
   }
 
