@@ -79,7 +79,16 @@ class Daemon {
     throw Refusal{exit, status.error_message()};
   }
 
-  // Rights of a remote client, for ship and topk. They end with close() or by silence.
+  // A refused command ends its session too: what it reserved or leased is given back now, not by silence.
+  ~Daemon() {
+    try {
+      close_session();
+    } catch (const Refusal&) {
+      // The command's own outcome is what the operator needs; the session ends by silence.
+    }
+  }
+
+  // Rights of a remote client, for ship and topk. They end with this object or by silence.
   void open_session(const std::string& pool_set) {
     v1::OpenSessionRequest request;
     request.set_pool_set(pool_set);
@@ -88,13 +97,13 @@ class Daemon {
     session_ = reply.session();
     secret_ = reply.secret();
   }
+ private:
   void close_session() {
     if (session_ == 0) return;
     call(&v1::Needle::Stub::CloseSession, v1::Empty());
     session_ = 0;
   }
 
- private:
   std::string target_;
   std::shared_ptr<grpc::Channel> channel_;
   uint64_t session_ = 0;
@@ -179,6 +188,15 @@ json json_of(const v1::SessionStatus& session) {
 }
 
 v1::StatusReply status_of(Daemon& daemon) { return daemon.call(&v1::Operator::Stub::Status, v1::Empty()); }
+
+void expect_pool(const v1::StatusReply& status, const std::string& pool) {
+  std::string names;
+  for (const auto& set : status.sets()) {
+    if (set.name() == pool) return;
+    names += names.empty() ? set.name() : ", " + set.name();
+  }
+  throw Refusal{kRefused, "no pool is named '" + pool + "'; there are: " + names};
+}
 
 // ------------------------------------------------------------------------------------------------------------ commands
 
@@ -293,7 +311,9 @@ int peers(Daemon& daemon, bool as_json, const std::string& add) {
 int sequences(Daemon& daemon, bool as_json, const std::string& pool, int64_t count_max) {
   json document = json::array();
   Table table({"pool", "sequence", "tokens", "pages", "leases"});
-  for (const auto& set : status_of(daemon).sets()) {
+  const v1::StatusReply status = status_of(daemon);
+  if (!pool.empty()) expect_pool(status, pool);
+  for (const auto& set : status.sets()) {
     if (!pool.empty() && set.name() != pool) continue;
     v1::SequencesRequest request;
     request.set_pool_set(set.name());
@@ -344,7 +364,6 @@ int ship(Daemon& daemon, bool as_json, const std::string& pool, const std::strin
   v1::LeaseRequest lease;
   lease.set_lease(request.lease());
   daemon.call(&v1::Needle::Stub::Release, lease);
-  daemon.close_session();
   if (as_json) {
     print({{"sequence", sequence}, {"peer", peer}, {"tokens", table.table().tokens()}, {"pages", table.table().paged_size()},
            {"bytes", progress.bytes_arrived()}, {"attempts", progress.attempt()}});
@@ -405,7 +424,6 @@ int topk(Daemon& daemon, bool as_json, const TopkOptions& options) {
   v1::LeaseRequest lease;
   lease.set_lease(acquire.lease());
   daemon.call(&v1::Needle::Stub::Release, lease);
-  daemon.close_session();
   json document = {{"sequence", options.sequence}, {"variant", reply.variant()}, {"nan_scores", reply.nan_scores()},
                    {"absent_entries", reply.absent_entries()}, {"queries", json::array()}};
   Table table({"query", "rank", "entry", "slot", "score"});
@@ -514,7 +532,7 @@ int run(int argc, char** argv) {
   ship_command->add_option("--pool", pool, "pool set")->capture_default_str();
   ship_command->add_option("--from", peer, "the peer's name")->required();
   ship_command->add_option("--sequence", sequence, "sequence id")->required();
-  ship_command->add_option("--deadline-ms", deadline_ms, "give up after")->capture_default_str();
+  ship_command->add_option("--deadline-ms", deadline_ms, "give up after")->check(CLI::Range(1, 86'400'000))->capture_default_str();
 
   TopkOptions topk_options;
   topk_options.pool = "default";
@@ -522,8 +540,8 @@ int run(int argc, char** argv) {
   topk_command->add_option("--pool", topk_options.pool, "pool set")->capture_default_str();
   topk_command->add_option("--sequence", topk_options.sequence, "sequence id")->required();
   topk_command->add_option("--layer", topk_options.layer, "layer of index-K")->capture_default_str();
-  topk_command->add_option("--heads", topk_options.heads, "indexer heads")->capture_default_str();
-  topk_command->add_option("-k", topk_options.k, "entries wanted")->capture_default_str();
+  topk_command->add_option("--heads", topk_options.heads, "indexer heads")->check(CLI::Range(1, 128))->capture_default_str();
+  topk_command->add_option("-k", topk_options.k, "entries wanted")->check(CLI::Range(1, 8192))->capture_default_str();
   topk_command->add_option("--position", topk_options.position, "token position of the query; default: the last token");
   topk_command->add_option("--q", topk_options.query_file, "file of [queries, heads, 128] bf16")->required();
   topk_command->add_option("--weights", topk_options.weights_file, "file of [queries, heads] fp32")->required();
@@ -532,8 +550,9 @@ int run(int argc, char** argv) {
   std::string size;
   std::vector<int64_t> ratios;
   bool dry_run = false;
-  bool wait_for_it = false;
+  bool show_last = false;
   bool abort_it = false;
+  int64_t wait_seconds = 0;
   uint64_t revision = 0;
   CLI::App* resize_command = app.add_subcommand("resize", "change a pool set's budget or ratios, live");
   resize_command->add_option("--pool", pool, "pool set")->capture_default_str();
@@ -541,14 +560,15 @@ int run(int argc, char** argv) {
   resize_command->add_option("--ratios", ratios, "weights of paged, window and state")->expected(3);
   resize_command->add_option("--revision", revision, "refuse unless this is the next revision");
   resize_command->add_flag("--dry-run", dry_run, "say what would happen");
-  resize_command->add_flag("--status", wait_for_it, "say how far the last one is");
+  resize_command->add_flag("--status", show_last, "say how far the last one is");
+  resize_command->add_option("--wait", wait_seconds, "return when it is applied, or after so many seconds")->check(CLI::Range(1, 86'400));
   resize_command->add_flag("--abort", abort_it, "take back what was not yet asked of clients");
 
   int64_t evict_pages = 0;
   CLI::App* evict_command = app.add_subcommand("evict", "let idle pages or one sequence go");
   evict_command->add_option("--pool", pool, "pool set")->capture_default_str();
-  evict_command->add_option("--pages", evict_pages, "up to so many idle pages");
-  evict_command->add_option("--sequence", sequence, "this sequence");
+  evict_command->add_option("--pages", evict_pages, "up to so many idle pages")->check(CLI::PositiveNumber);
+  evict_command->add_option("--sequence", sequence, "forget this sequence; its named pages stay in the prefix cache until room is needed");
 
   app.add_subcommand("drain", "take nothing new; what is open goes on to its end");
   app.add_subcommand("audit", "recount everything from scratch and compare");
@@ -577,7 +597,7 @@ int run(int argc, char** argv) {
   if (chosen("resize")) {
     v1::PoolSetRequest named;
     named.set_pool_set(pool);
-    if (wait_for_it) return show_resize(daemon.call(&v1::Operator::Stub::ResizeStatus, named), as_json, false);
+    if (show_last) return show_resize(daemon.call(&v1::Operator::Stub::ResizeStatus, named), as_json, false);
     if (abort_it) return show_resize(daemon.call(&v1::Operator::Stub::ResizeAbort, named), as_json, false);
     if (size.empty() && ratios.empty()) throw Refusal{kUsage, "resize wants --bytes, --ratios, --status or --abort"};
     v1::ResizeRequest request;
@@ -586,7 +606,13 @@ int run(int argc, char** argv) {
     if (!size.empty()) request.set_budget_bytes(parse_size(size));
     for (int64_t ratio : ratios) request.add_ratios(ratio);
     request.set_dry_run(dry_run);
-    return show_resize(daemon.call(&v1::Operator::Stub::Resize, request), as_json, dry_run);
+    v1::ResizeReply reply = daemon.call(&v1::Operator::Stub::Resize, request);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(wait_seconds);
+    while (!dry_run && reply.answer() == "DEFERRED" && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      reply = daemon.call(&v1::Operator::Stub::ResizeStatus, named);
+    }
+    return show_resize(reply, as_json, dry_run);
   }
   if (chosen("evict")) {
     if ((evict_pages > 0) == (sequence != 0)) throw Refusal{kUsage, "evict wants either --pages or --sequence"};
@@ -595,8 +621,11 @@ int run(int argc, char** argv) {
     request.set_pages(evict_pages);
     request.set_sequence(sequence);
     const v1::EvictReply reply = daemon.call(&v1::Operator::Stub::Evict, request);
+    const std::string freed = number(reply.pages()) + " pages are free again";
     if (as_json) print({{"pages", reply.pages()}});
-    else std::printf("%lld pages are free again\n", static_cast<long long>(reply.pages()));
+    else if (sequence == 0) std::printf("%s\n", freed.c_str());
+    else std::printf("sequence %llu is stored no more; %s, its named pages stay in the prefix cache until room is needed\n",
+                     static_cast<unsigned long long>(sequence), freed.c_str());
     return kDone;
   }
   if (chosen("drain")) {

@@ -1,0 +1,228 @@
+// needlectl as an operator runs it: what each command prints, as a table and as JSON, and with which status it ends.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "tests/e2e/processes.h"
+
+namespace needle::testing {
+namespace {
+
+using nlohmann::json;
+
+constexpr int64_t kPage = 256;  // tokens a page
+
+struct Ended {
+  int exit = -1;
+  std::string out;
+  std::string error;
+};
+
+std::string text_of(const std::filesystem::path& path) {
+  std::ifstream stream(path);
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+
+void write_file(const std::filesystem::path& path, const void* bytes, size_t size) {
+  std::ofstream(path, std::ios::binary).write(static_cast<const char*>(bytes), static_cast<std::streamsize>(size));
+}
+
+void store(client::Client& client, uint64_t sequence, int64_t tokens) {
+  CallerThread here;
+  absl::StatusOr<client::Ticket> ticket = client.reserve(SequenceId(sequence), tokens);
+  ASSERT_TRUE(ticket.ok()) << ticket.status();
+  fill_ticket(client, *ticket, sequence);
+  ASSERT_TRUE(ticket->seal(tokens, {}, here).ok());
+}
+
+class Needlectl : public ::testing::Test {
+ protected:
+  Ended run(const DaemonProcess& daemon, std::vector<std::string> arguments) { return run_at(daemon.grpc_socket(), std::move(arguments)); }
+
+  Ended run_at(const std::string& socket, std::vector<std::string> arguments) {
+    const std::filesystem::path out = folder_.path() / "ctl.out";
+    const std::filesystem::path error = folder_.path() / "ctl.err";
+    std::filesystem::remove(error);
+    std::vector<std::string> command = {NEEDLE_NEEDLECTL, "--socket", socket};
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    const int fd = ::open(out.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    const pid_t pid = spawn(command, -1, fd, error.string());
+    ::close(fd);
+    int status = 0;
+    ::waitpid(pid, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + status, text_of(out), text_of(error)};
+  }
+
+  // Ends well, prints one JSON document and nothing beside it.
+  json run_json(const DaemonProcess& daemon, std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "--json");
+    const Ended ended = run(daemon, arguments);
+    EXPECT_EQ(ended.exit, 0) << arguments[1] << ": " << ended.error;
+    EXPECT_EQ(ended.error, "") << arguments[1];
+    json document = json::parse(ended.out, nullptr, false);
+    EXPECT_FALSE(document.is_discarded()) << arguments[1] << " printed " << ended.out;
+    return document;
+  }
+
+  // Ends with `exit`, says `words` on standard error and nothing on standard output.
+  void expect_refused(const DaemonProcess& daemon, const std::vector<std::string>& arguments, int exit, const std::string& words) {
+    const Ended ended = run(daemon, arguments);
+    EXPECT_EQ(ended.exit, exit) << arguments[0] << ": " << ended.error;
+    EXPECT_NE(ended.error.find(words), std::string::npos) << arguments[0] << " said: " << ended.error;
+    EXPECT_EQ(ended.out, "") << arguments[0];
+  }
+
+  Folder folder_;
+  DaemonProcess daemon_{folder_, "one", DaemonProcess::default_config()};
+};
+
+TEST_F(Needlectl, looks_are_a_table_and_one_json_document) {
+  daemon_.start();
+  auto writer = daemon_.attach("prefill-engine");
+  store(*writer, 7, 3 * kPage);
+  auto lease = writer->acquire(SequenceId(7));
+  ASSERT_TRUE(lease.ok());
+  for (const char* look : {"status", "pools", "clients", "peers", "sequences", "options", "audit"}) {
+    const Ended table = run(daemon_, {look});
+    EXPECT_EQ(table.exit, 0) << look << ": " << table.error;
+    EXPECT_NE(table.out, "") << look;
+    EXPECT_EQ(table.error, "") << look;
+  }
+
+  const json status = run_json(daemon_, {"status"});
+  EXPECT_EQ(status["node"], "one");
+  EXPECT_EQ(status["leases_open"], 1);
+  EXPECT_EQ(status["sets"][0]["sequences"], 1);
+
+  const json pools = run_json(daemon_, {"pools"});
+  for (const json& pool : pools[0]["pools"]) {
+    const int64_t sum = pool["free"].get<int64_t>() + pool["reserved"].get<int64_t>() + pool["sealed_idle"].get<int64_t>() +
+                        pool["leased"].get<int64_t>() + pool["draining"].get<int64_t>();
+    EXPECT_EQ(sum, pool["capacity"]) << pool["kind"];
+  }
+  EXPECT_EQ(pools[0]["pools"][0]["leased"], 3);
+
+  const json clients = run_json(daemon_, {"clients"});
+  ASSERT_EQ(clients.size(), 1u);
+  EXPECT_EQ(clients[0]["client"], "prefill-engine");
+  EXPECT_EQ(clients[0]["pid"], ::getpid());
+  EXPECT_EQ(clients[0]["leases"], 1);
+
+  const json sequences = run_json(daemon_, {"sequences"});
+  EXPECT_EQ(sequences[0]["sequences"][0]["sequence"], 7);
+  EXPECT_EQ(sequences[0]["sequences"][0]["tokens"], 3 * kPage);
+  EXPECT_EQ(run_json(daemon_, {"sequences", "--pool", "default"}), sequences);
+
+  EXPECT_EQ(run_json(daemon_, {"audit"})["audit"], "ok");
+  EXPECT_GT(run_json(daemon_, {"options"}).size(), 20u);
+  EXPECT_NE(run(daemon_, {"pools", "--formats"}).out.find("element=bf16"), std::string::npos);
+}
+
+TEST_F(Needlectl, a_shipped_sequence_is_selected_from) {
+  DaemonProcess decode(folder_, "decode", DaemonProcess::default_config());
+  daemon_.know_peer(decode);
+  decode.know_peer(daemon_);
+  daemon_.start();
+  decode.start();
+  ASSERT_TRUE(eventually(20, [&] { return decode.peer_is("one", "up") && daemon_.peer_is("decode", "up"); }));
+  auto writer = daemon_.attach();
+  store(*writer, 11, 4 * kPage + 100);
+
+  EXPECT_EQ(run_json(decode, {"peers"})[0]["state"], "up");
+  const Ended shipped = run(decode, {"ship", "--from", "one", "--sequence", "11"});
+  EXPECT_EQ(shipped.exit, 0) << shipped.error;
+  EXPECT_NE(shipped.out.find("1124 tokens in 5 pages"), std::string::npos) << shipped.out;
+  EXPECT_EQ(run_json(decode, {"sequences"})[0]["sequences"][0]["sequence"], 11);
+
+  std::vector<uint16_t> q(2 * 64 * 128, 0x3f80);  // two queries of ones, bf16
+  std::vector<float> weights(2 * 64, 1.0f);
+  const std::string q_file = folder_.path() / "q";
+  const std::string weights_file = folder_.path() / "weights";
+  write_file(q_file, q.data(), q.size() * sizeof q[0]);
+  write_file(weights_file, weights.data(), weights.size() * sizeof weights[0]);
+  const json best = run_json(decode, {"topk", "--sequence", "11", "-k", "16", "--q", q_file, "--weights", weights_file, "--prepared"});
+  ASSERT_EQ(best["queries"].size(), 2u);
+  EXPECT_EQ(best["queries"][0].size(), 16u);
+  EXPECT_EQ(best["queries"][0], best["queries"][1]) << "two equal queries";
+  EXPECT_EQ(best["absent_entries"], 0);
+
+  expect_refused(decode, {"topk", "--sequence", "11", "--heads", "32", "--q", q_file, "--weights", q_file}, 2, "--weights 128 bytes");
+  expect_refused(decode, {"topk", "--sequence", "12", "--q", q_file, "--weights", weights_file}, 1, "NOT_FOUND");
+  expect_refused(decode, {"ship", "--from", "nobody", "--sequence", "11"}, 1, "nobody");
+  const Ended unknown = run(decode, {"ship", "--from", "one", "--sequence", "99", "--deadline-ms", "3000"});
+  EXPECT_EQ(unknown.exit, 1) << unknown.out << unknown.error;
+  EXPECT_NE(unknown.error.find("99"), std::string::npos) << unknown.error;
+  EXPECT_TRUE(eventually(5, [&] { return decode.at_rest() && daemon_.at_rest(); })) << "refused commands left rights behind";
+  EXPECT_EQ(run_json(decode, {"clients"}).size(), 0u) << "every command closed its session";
+
+  const json probe = run_json(decode, {"probe", "--peer", "one"});
+  EXPECT_GT(probe.size(), 2u);
+}
+
+TEST_F(Needlectl, a_resize_is_shown_before_during_and_after) {
+  daemon_.start();
+  auto writer = daemon_.attach("holder");
+  const int64_t before = daemon_.occupancy("paged").capacity();
+
+  const json plan = run_json(daemon_, {"resize", "--bytes", "64M", "--dry-run"});
+  EXPECT_EQ(plan["dry_run"], true);
+  EXPECT_GT(plan["chunks_to_shrink"], 0);
+  EXPECT_EQ(daemon_.occupancy("paged").capacity(), before) << "a dry run changed something";
+
+  auto held = writer->reserve(SequenceId(1), (daemon_.occupancy("paged").free() - 2) * kPage);
+  ASSERT_TRUE(held.ok()) << held.status();
+  const Ended deferred = run(daemon_, {"resize", "--bytes", "64M"});
+  EXPECT_EQ(deferred.exit, 5) << deferred.out << deferred.error;
+  EXPECT_NE(deferred.out.find("DEFERRED"), std::string::npos) << deferred.out;
+  EXPECT_NE(deferred.out.find("waits for holder"), std::string::npos) << deferred.out;
+  ASSERT_TRUE(held->forfeit().ok());
+  EXPECT_TRUE(eventually(10, [&] { return run(daemon_, {"resize", "--status"}).exit == 0; }));
+  EXPECT_LT(daemon_.occupancy("paged").capacity(), before);
+
+  const Ended grown = run(daemon_, {"resize", "--bytes", "128M", "--wait", "10"});
+  EXPECT_EQ(grown.exit, 0) << grown.out << grown.error;
+  EXPECT_EQ(daemon_.occupancy("paged").capacity(), before);
+  expect_refused(daemon_, {"resize", "--bytes", "64X"}, 2, "'64X'");
+  expect_refused(daemon_, {"resize"}, 2, "--bytes");
+  expect_refused(daemon_, {"resize", "--bytes", "1K"}, 1, "IMPOSSIBLE");
+  expect_refused(daemon_, {"resize", "--bytes", "64M", "--revision", "1"}, 1, "STALE");
+  daemon_.expect_sums();
+}
+
+TEST_F(Needlectl, evict_and_drain_name_what_they_did) {
+  daemon_.start();
+  auto writer = daemon_.attach();
+  store(*writer, 21, 3 * kPage);
+  store(*writer, 22, 2 * kPage);
+  const Ended forgotten = run(daemon_, {"evict", "--sequence", "21"});
+  EXPECT_EQ(forgotten.exit, 0) << forgotten.error;
+  EXPECT_NE(forgotten.out.find("sequence 21 is stored no more"), std::string::npos) << forgotten.out;
+  EXPECT_EQ(run_json(daemon_, {"sequences"})[0]["total"], 1);
+  EXPECT_GT(run_json(daemon_, {"evict", "--pages", "100"})["pages"], 0) << "named pages of both sequences lay idle";
+  EXPECT_EQ(daemon_.occupancy("paged").sealed_idle(), 0);
+  expect_refused(daemon_, {"evict"}, 2, "either --pages or --sequence");
+  expect_refused(daemon_, {"evict", "--sequence", "21"}, 1, "21");
+
+  EXPECT_EQ(run(daemon_, {"drain"}).exit, 0);
+  EXPECT_FALSE(writer->reserve(SequenceId(23), kPage).ok()) << "a draining daemon takes nothing new";
+}
+
+TEST_F(Needlectl, wrong_usage_and_absent_daemons_have_statuses_of_their_own) {
+  daemon_.start();
+  EXPECT_EQ(run(daemon_, {"--help"}).exit, 0);
+  EXPECT_EQ(run(daemon_, {}).exit, 2);
+  EXPECT_EQ(run(daemon_, {"frobnicate"}).exit, 2);
+  EXPECT_EQ(run(daemon_, {"ship", "--from", "one"}).exit, 2) << "without --sequence";
+  EXPECT_EQ(run(daemon_, {"topk", "--sequence", "1", "-k", "9000", "--q", "x", "--weights", "y"}).exit, 2);
+  expect_refused(daemon_, {"peers", "--add", "no-equals"}, 2, "NAME=HOST:PORT");
+  expect_refused(daemon_, {"sequences", "--pool", "other"}, 1, "'other'");
+  expect_refused(daemon_, {"resize", "--pool", "other", "--bytes", "64M"}, 1, "other");
+  expect_refused(daemon_, {"topk", "--sequence", "1", "--q", "/nowhere", "--weights", "/nowhere"}, 2, "/nowhere");
+  const Ended absent = run_at((folder_.path() / "nobody.sock").string(), {"status"});
+  EXPECT_EQ(absent.exit, 3);
+  EXPECT_NE(absent.error.find("nobody.sock"), std::string::npos) << absent.error;
+}
+
+}  // namespace
+}  // namespace needle::testing
