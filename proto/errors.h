@@ -125,16 +125,42 @@ inline bool is_error(const absl::Status& status, ErrorCode code) {
   return found.has_value() && *found == code;
 }
 
+// Milliseconds as the wire carries them, in decimal digits; 0 for anything else, and for more than a day.
+inline int64_t parse_retry_after_ms(std::string_view digits) {
+  constexpr int64_t kDayMs = 86'400'000;
+  int64_t value = 0;
+  for (char digit : digits) {
+    if (digit < '0' || digit > '9') return 0;
+    value = value * 10 + (digit - '0');
+    if (value > kDayMs) return 0;
+  }
+  return value;
+}
+
 // 0 when the status carries no hint or a malformed one.
 inline int64_t retry_after_ms(const absl::Status& status) {
   const absl::optional<absl::Cord> payload = status.GetPayload(kRetryAfterPayload);
-  if (!payload.has_value()) return 0;
-  int64_t value = 0;
-  for (char digit : std::string(*payload)) {
-    if (digit < '0' || digit > '9' || value > 86'400'000) return 0;
-    value = value * 10 + (digit - '0');
+  return payload.has_value() ? parse_retry_after_ms(std::string(*payload)) : 0;
+}
+
+// The code that a peer or client names; absent for a name that is none of ours.
+inline std::optional<ErrorCode> error_of_name(std::string_view name) {
+  for (const ErrorRow& row : kErrorTable) {
+    if (name == row.name) return row.code;
   }
-  return value;
+  return std::nullopt;
+}
+
+// The message without the name that make_error() puts in front.
+inline std::string_view message_without_name(ErrorCode code, std::string_view message) {
+  const std::string prefix = std::string(error_row(code).name) + ": ";
+  if (message.substr(0, prefix.size()) == prefix) message.remove_prefix(prefix.size());
+  return message;
+}
+
+// An error as it was made at the other end, from its message there.
+inline absl::Status error_from_wire(ErrorCode code, std::string_view message, int64_t retry_after_ms) {
+  return make_error(code, std::string(message_without_name(code, message)), retry_after_ms);
 }
 
 }  // namespace needle

@@ -115,19 +115,17 @@ absl::StatusOr<std::vector<FullPageSeal>> seals_of(const v1::PageSeals& seals) {
 void put(const absl::Status& status, v1::StatusWire* out) {
   out->set_code(static_cast<int>(status.code()));
   const std::optional<ErrorCode> code = error_code(status);
-  if (code.has_value()) out->set_error(error_row(*code).name);
-  const std::string full(status.message());
-  // make_error() puts the name in front again at the other end.
-  const std::string prefix = code.has_value() ? absl::StrCat(error_row(*code).name, ": ") : "";
-  out->set_message(full.rfind(prefix, 0) == 0 ? full.substr(prefix.size()) : full);
+  if (code.has_value()) {
+    out->set_error(error_row(*code).name);
+    const std::string full(status.message());
+    out->set_message(std::string(message_without_name(*code, full)));
+  }
   out->set_retry_after_ms(retry_after_ms(status));
 }
 
 absl::Status status_of(const v1::StatusWire& wire) {
   if (wire.code() == 0) return absl::OkStatus();
-  for (const ErrorRow& row : kErrorTable) {
-    if (wire.error() == row.name) return make_error(row.code, wire.message(), wire.retry_after_ms());
-  }
+  if (const std::optional<ErrorCode> code = error_of_name(wire.error())) return error_from_wire(*code, wire.message(), wire.retry_after_ms());
   return make_error(ErrorCode::kBug, absl::StrCat("the peer answered code ", wire.code(), " with the unknown error '", wire.error().substr(0, 40), "': ", wire.message()));
 }
 

@@ -69,9 +69,8 @@ class Daemon {
     const auto name = trailing.find(attach::kErrorMetadata);
     int exit = kRefused;
     if (name != trailing.end()) {
-      for (const ErrorRow& row : kErrorTable) {
-        if (row.name == std::string(name->second.data(), name->second.size()) && row.action == ErrorAction::kRetry) exit = kRetryLater;
-      }
+      const std::optional<ErrorCode> code = error_of_name({name->second.data(), name->second.size()});
+      if (code.has_value() && error_row(*code).action == ErrorAction::kRetry) exit = kRetryLater;
     } else if (status.error_code() == grpc::StatusCode::UNAVAILABLE || status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
       throw Refusal{kUnreachable, "no answer from " + target_ + ": " + status.error_message() +
                                       ". Is needled running, and is --socket its grpc.sock?"};
