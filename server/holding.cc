@@ -84,6 +84,11 @@ absl::Status check_lease_id_unused(const State& state, SessionId session, LeaseI
   return make_error(ErrorCode::kConflict, "lease id " + std::to_string(id.value()) + " was used before: draw another");
 }
 
+absl::Status check_no_ship(State& state, SessionId session, TicketId id) {
+  if (state.ships.find(session, id) == nullptr) return absl::OkStatus();
+  return make_error(ErrorCode::kConflict, "ticket " + std::to_string(id.value()) + " is a ship that is under way: wait for it or cancel it");
+}
+
 namespace {
 
 Lease& open(State& state, const PoolSet& set, const Session& session, std::unique_ptr<Lease> lease) {

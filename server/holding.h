@@ -42,6 +42,9 @@ void unlease_all(State& state, const std::vector<PageRef>& pages);
 // CONFLICT when the id names an open lease or one that is remembered; OK when it is none.
 absl::Status check_lease_id_unused(const State& state, SessionId session, LeaseId id);
 
+// CONFLICT when the id names an open ship; OK when a ticket may be opened or ended under it as far as ships are concerned.
+absl::Status check_no_ship(State& state, SessionId session, TicketId id);
+
 // Opens a lease for a session over the pages of `table`, or over `pages` where they are no sequence's.
 Lease& open_lease(State& state, PoolSet& set, const Session& session, LeaseId id, SequenceId sequence, PageTable table);
 Lease& open_lease(State& state, PoolSet& set, const Session& session, LeaseId id, std::vector<PageRef> pages);

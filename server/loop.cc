@@ -18,6 +18,18 @@ struct IsCall : std::false_type {};
 template <class Request>
 struct IsCall<Call<Request>> : std::true_type {};
 
+bool is_call(const Message& message) {
+  return std::visit([](const auto& m) { return IsCall<std::decay_t<decltype(m)>>::value; }, message);
+}
+
+void answer(Message& message, const absl::Status& status) {
+  std::visit(
+      [&](auto& m) {
+        if constexpr (IsCall<std::decay_t<decltype(m)>>::value) std::move(m.done)(status);
+      },
+      message);
+}
+
 }  // namespace
 
 Loop::Loop(Core& core, Clock& clock, int64_t calls_max) : core_(core), clock_(clock), calls_max_(calls_max) {}
@@ -26,11 +38,11 @@ absl::Status Loop::post(Message message) {
   absl::Status refused;
   {
     MutexLock hold(mutex_);
-    const bool is_call = std::visit([](const auto& m) { return IsCall<std::decay_t<decltype(m)>>::value; }, message);
-    if (stopping_ && is_call) {
+    const bool may_be_refused = is_call(message) || std::holds_alternative<PeerMessage>(message);
+    if (stopping_ && may_be_refused) {
       refused = make_error(ErrorCode::kStopping, "the loop has stopped");
-    } else if (is_call && static_cast<int64_t>(queue_.size()) >= calls_max_) {
-      refused = make_error(ErrorCode::kBusy, "the mailbox holds " + std::to_string(calls_max_) + " calls: retry", 1);
+    } else if (may_be_refused && static_cast<int64_t>(queue_.size()) >= calls_max_) {
+      refused = make_error(ErrorCode::kBusy, "the mailbox holds " + std::to_string(calls_max_) + " messages: retry", 1);
     } else {
       queue_.push_back(std::move(message));
     }
@@ -39,11 +51,7 @@ absl::Status Loop::post(Message message) {
     wake_.notify_one();
     return refused;
   }
-  std::visit(
-      [&](auto& m) {
-        if constexpr (IsCall<std::decay_t<decltype(m)>>::value) std::move(m.done)(refused);
-      },
-      message);
+  answer(message, refused);
   return refused;
 }
 
@@ -76,17 +84,18 @@ void Loop::run() {
   constexpr int64_t kBurst = 256;
   while (true) {
     const int64_t handled = step(kBurst);
-    mutex_.lock();
-    if (stopping_) {
-      mutex_.unlock();
-      return;
-    }
-    if (handled == 0 && queue_.empty()) {
-      const int64_t wait_ns = std::clamp<int64_t>(core_.next_deadline_ns() - clock_.now_ns(), 0, kSleepMsMax * 1'000'000);
-      wake_.wait_for(mutex_.native(), std::chrono::nanoseconds(wait_ns));
-    }
-    mutex_.unlock();
+    MutexLock hold(mutex_);
+    if (stopping_) break;
+    if (handled > 0 || !queue_.empty()) continue;
+    const int64_t wait_ns = std::clamp<int64_t>(core_.next_deadline_ns() - clock_.now_ns(), 0, kSleepMsMax * 1'000'000);
+    wake_.wait_until(mutex_, std::chrono::steady_clock::now() + std::chrono::nanoseconds(wait_ns));
   }
+  refuse_the_rest();
+}
+
+void Loop::refuse_the_rest() {
+  Message message = Tick{};
+  while (take(message)) answer(message, make_error(ErrorCode::kStopping, "the loop has stopped"));
 }
 
 void Loop::stop() {

@@ -5,45 +5,23 @@
 //
 // What must stay true:
 //  1. Messages are handled in the order in which post() accepted them.
-//  2. The mailbox is bounded: a full one refuses with BUSY, and the refused message's completion is called by post()
-//     with that status, so nobody waits for ever. Messages without a completion (SessionLost, ProcessDied, PeerMessage,
-//     ChunkAllocated, TransportReady) have a reserve of their own: losing one would lose memory.
+//  2. The mailbox is bounded: a full one refuses calls with BUSY, and the refused message's completion is called by post()
+//     with that status, so nobody waits for ever. A full one drops what peers say: they ask again. Events of this host
+//     (SessionLost, ProcessDied, ChunkAllocated, TransportReady) are always taken, since losing one would lose memory;
+//     sessions, chunks and posted fetches bound their number.
 //  3. The lock guards the queue alone and is never held across the core, a completion or the outbox.
+//  4. Every call is answered: those that wait when run() ends get STOPPING.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <mutex>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "server/core.h"
 
 namespace needle::server {
-
-// std::mutex with clang's annotations: absl::Mutex is invisible to ThreadSanitizer in distribution builds.
-class ABSL_LOCKABLE Mutex {
- public:
-  void lock() ABSL_EXCLUSIVE_LOCK_FUNCTION() { mutex_.lock(); }
-  void unlock() ABSL_UNLOCK_FUNCTION() { mutex_.unlock(); }
-  std::mutex& native() ABSL_LOCK_RETURNED(this) { return mutex_; }
-
- private:
-  std::mutex mutex_;
-};
-
-class ABSL_SCOPED_LOCKABLE MutexLock {
- public:
-  explicit MutexLock(Mutex& mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) : mutex_(mutex) { mutex_.lock(); }
-  ~MutexLock() ABSL_UNLOCK_FUNCTION() { mutex_.unlock(); }
-  MutexLock(const MutexLock&) = delete;
-  MutexLock& operator=(const MutexLock&) = delete;
-
- private:
-  Mutex& mutex_;
-};
 
 class Loop {
  public:
@@ -59,17 +37,18 @@ class Loop {
 
   // Handles messages until stop(); sleeps between them until the next deadline.
   void run();
-  void stop();  // any thread; run() returns after the message in hand
+  void stop();  // any thread; run() returns after the messages in hand
 
  private:
   bool take(Message& message);
   bool tick_if_due();
+  void refuse_the_rest();
 
   Core& core_;
   Clock& clock_;
   const int64_t calls_max_;
   Mutex mutex_;
-  std::condition_variable_any wake_;
+  Condition wake_;
   std::deque<Message> queue_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
 };

@@ -40,7 +40,7 @@ struct ProcessIdentity {
   int64_t pid = 0;  // 0: a remote client, whose rights end by time alone
   int64_t start_time_ticks = 0;
   uint32_t uid = 0;
-  uint64_t instance = 0;  // of the client library in that process: random, drawn when it is loaded; 0: not given
+  uint64_t instance = 0;  // of one attached client in that process: random, kept over its attaches; 0: not given
 };
 
 struct PoolLayout {
@@ -51,10 +51,10 @@ struct PoolLayout {
 };
 
 // A process takes part in a pool set; its format is the set's canonical text and must be equal. An earlier session of the
-// same process ends with this call: the one named `previous`, and, where the client library gives its instance, every one of
-// that instance and set (its reply was lost, it was revoked, or its daemon is gone). So before it calls, the client has
-// fenced everything but reads of `held` and unmapped every chunk without held pages. What of `held` still is what it was
-// is leased to it again.
+// same process ends with this call: the one named `previous`, and, where the client gives its instance, every one of that
+// instance and set (its reply was lost, it was revoked, or its daemon is gone); it is let in also where all places are taken.
+// So before it calls, the client has fenced everything but reads of `held`; and it never again touches a chunk without held
+// pages that the reply does not name. What of `held` still is what it was is leased to it again.
 struct Attach {
   struct Reply {
     SessionId session;
@@ -63,6 +63,7 @@ struct Attach {
     std::array<PoolLayout, kPoolKinds> pools;
     std::vector<PageRef> held;  // of the held pages: those that are still good, now under lease `held_lease`
     LeaseId held_lease;         // none when `held` is empty
+    std::vector<SessionId> ended;  // earlier sessions that ended with this call
   };
   std::string pool_set;
   std::string format;
@@ -317,7 +318,8 @@ struct ResizeProgress {
   std::vector<Holder> holders;
 };
 // A new budget and ratios for a pool set. `revision` must be the current one + 1 (STALE otherwise); CONFLICT while an
-// earlier resize is deferred; IMPOSSIBLE when the budget has no room for one chunk a pool or exceeds chunks_max.
+// earlier resize is deferred; IMPOSSIBLE when the budget has no room for one chunk a pool, or is larger than all address
+// ranges together. A pool whose share exceeds its own range gets the range; the rest of that share stays unused.
 struct Resize {
   using Reply = ResizeProgress;
   PoolSetId set;

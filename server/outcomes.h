@@ -26,7 +26,8 @@ struct Outcome {
   SequenceId sequence;
   LeaseId lease;
   TicketId ticket;
-  absl::Status status;  // of a failed ship
+  absl::Status status;     // of a failed ship
+  uint64_t number = 0;     // counts what was remembered; Outcomes sets it
 };
 
 struct OutcomeKey {
@@ -48,8 +49,9 @@ class Outcomes {
       : remembered_ns_(remembered_ns), outcomes_max_(outcomes_max), probes_(probes) {}
 
   void remember(const OutcomeKey& key, Outcome outcome, int64_t now_ns) {
+    outcome.number = ++remembered_;
     if (!outcomes_.emplace(key, std::move(outcome)).second) return;
-    ages_.push_back({key, now_ns});
+    ages_.push_back({key, now_ns, remembered_});
     if (static_cast<int64_t>(ages_.size()) <= outcomes_max_) return;
     probes_.hit(Probe::outcome_forgotten_early);
     forget_oldest();
@@ -71,9 +73,12 @@ class Outcomes {
   struct Age {
     OutcomeKey key;
     int64_t at_ns;
+    uint64_t number;
   };
   void forget_oldest() {
-    outcomes_.erase(ages_.front().key);
+    // The key may have been erased and remembered anew since: then a later age is its own.
+    const auto found = outcomes_.find(ages_.front().key);
+    if (found != outcomes_.end() && found->second.number == ages_.front().number) outcomes_.erase(found);
     ages_.pop_front();
   }
 
@@ -82,6 +87,7 @@ class Outcomes {
   Probes& probes_;
   absl::flat_hash_map<OutcomeKey, Outcome> outcomes_;
   std::deque<Age> ages_;
+  uint64_t remembered_ = 0;
 };
 
 }  // namespace needle::server

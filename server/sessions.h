@@ -42,7 +42,7 @@ struct Session {
 
 class Sessions {
  public:
-  explicit Sessions(int64_t sessions_max) : slots_(static_cast<size_t>(sessions_max), false) {}
+  explicit Sessions(int64_t slots) : slots_(static_cast<size_t>(slots), false) {}
 
   Session* find(SessionId id) {
     const auto found = sessions_.find(id);

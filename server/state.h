@@ -55,7 +55,7 @@ struct State {
       : options(core_options),
         env(environment),
         region(environment.metadata, core_options.sessions_max),
-        sessions(core_options.sessions_max),
+        sessions(RegionTable::slots(core_options.sessions_max)),
         outcomes(core_options.outcome_remembered_ms * kNanosPerMilli, core_options.outcomes_max, probes) {}
 
   Pool& pool(PoolId id) { return *sets[set_of(id).value()]->pools[static_cast<size_t>(kind_of(id))]; }

@@ -85,9 +85,11 @@ void Catalog::insert_resume_point(ResumePoint point) {
   point.age = resume_ages_.insert(resume_ages_.end(), boundary);
   pool(PoolKind::kPaged).set_flag(boundary, Pool::kFlagResumePoint, true);
   resume_points_.emplace(boundary, std::move(point));
-  if (resume_points() <= resume_points_max_) return;
-  const std::optional<PageIndex> victim = least_resume_point();
-  if (victim.has_value()) drop_resume_point(*victim);
+  while (resume_points() > resume_points_max_) {  // more than one where earlier ones were leased when their turn came
+    const std::optional<PageIndex> victim = least_resume_point();
+    if (!victim.has_value()) return;
+    drop_resume_point(*victim);
+  }
 }
 
 void Catalog::hit_resume_point(PageIndex boundary) {

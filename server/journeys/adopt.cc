@@ -40,6 +40,7 @@ absl::StatusOr<Adopt::Reply> adopt(State& state, const Adopt& request) {
   if (state.outcomes.find({request.session, request.ticket.value(), OutcomeKey::kTicket}) != nullptr) {
     return make_error(ErrorCode::kConsumed, "ticket " + std::to_string(request.ticket.value()) + " has ended");
   }
+  if (absl::Status taken = check_no_ship(state, request.session, request.ticket); !taken.ok()) return taken;
 
   // May it be had at all?
   if (absl::Status stopping = refuse_while_stopping(state); !stopping.ok()) return stopping;

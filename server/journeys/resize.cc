@@ -169,6 +169,13 @@ absl::StatusOr<ResizeProgress> resize(State& state, const Resize& request) {
     return make_error(ErrorCode::kConflict, "resize " + std::to_string(job.revision) + " is still under way: wait, or abort it",
                       state.options.retry_after_ms);
   }
+  int64_t range_bytes = 0;
+  for (const PoolShape& shape : set.options.shapes) range_bytes += shape.chunk_bytes * shape.chunks_max;
+  if (request.budget_bytes > range_bytes) {
+    state.probes.hit(Probe::resize_refused);
+    return make_error(ErrorCode::kImpossible, "the budget is " + std::to_string(request.budget_bytes) + " bytes, the pools' address ranges have " +
+                                                  std::to_string(range_bytes) + " together: ask for less, or restart with larger ranges");
+  }
   const absl::StatusOr<ChunkTargets> targets = chunk_targets(request.budget_bytes, request.ratios, set.options.shapes);
   if (!targets.ok()) {
     state.probes.hit(Probe::resize_refused);

@@ -12,7 +12,7 @@ namespace needle::server::restart {
 namespace {
 
 constexpr uint64_t kMagic = 0x316174654D6C646Eull;  // "ndlMeta1" in memory
-constexpr uint64_t kLayoutVersion = 1;
+constexpr uint64_t kLayoutVersion = 2;  // 2: two headers, a spare session slot
 
 // Everything that decides where a word or record lies, or what bytes mean.
 uint64_t layout_of(const State& state) {
@@ -33,11 +33,6 @@ uint64_t layout_of(const State& state) {
     }
   }
   return hash;
-}
-
-bool is_blank(const Metadata& metadata) {
-  const std::span<const std::byte> head = metadata.bytes().first(sizeof(RegionHeader));
-  return std::all_of(head.begin(), head.end(), [](std::byte b) { return b == std::byte{0}; });
 }
 
 template <class Visit>
@@ -70,6 +65,16 @@ bool free_lost_pages(State& state) {
   return lost;
 }
 
+// Without records nobody can tell who may still write where. Whoever maps such a chunk keeps it; nobody is given it again.
+void give_up_surviving_chunks(State& state) {
+  for_each_pool(state, [&](PoolSet&, Pool& pool) {
+    for (int64_t chunk = 0; chunk < pool.shape().chunks_max; ++chunk) {
+      const ChunkIndex index(static_cast<uint32_t>(chunk));
+      if (state.env.memory.chunk_present(pool.id(), index)) state.env.memory.free_chunk(pool.id(), index);
+    }
+  });
+}
+
 void add_surviving_chunks(State& state) {
   for_each_pool(state, [&](PoolSet&, Pool& pool) {
     for (int64_t chunk = 0; chunk < pool.shape().chunks_max; ++chunk) {
@@ -84,7 +89,7 @@ void add_surviving_chunks(State& state) {
 // Sessions of the earlier process, by slot.
 std::map<int64_t, Session*> read_ghosts(State& state) {
   std::map<int64_t, Session*> ghosts;
-  for (int64_t slot = 0; slot < state.options.sessions_max; ++slot) {
+  for (int64_t slot = 0; slot < state.region.slots(); ++slot) {
     const std::optional<SessionSlot> found = state.region.session(slot);
     if (!found.has_value() || found->set >= state.sets.size()) continue;
     auto ghost = std::make_unique<Session>();
@@ -282,8 +287,9 @@ void rebuild(State& state) {
   const bool known = header.has_value() && header->magic == kMagic && header->layout == layout;
   if (!known) {
     // A zeroed region needs no formatting: zero words are free pages. Anything else is wiped before the header names it.
-    if (!is_blank(state.env.metadata)) {
-      for (int64_t slot = 0; slot < state.options.sessions_max; ++slot) state.region.clear_session(slot);
+    give_up_surviving_chunks(state);
+    if (!state.region.is_blank()) {
+      for (int64_t slot = 0; slot < state.region.slots(); ++slot) state.region.clear_session(slot);
       for_each_pool(state, [&](PoolSet&, Pool& pool) {
         RecordTable records = pool.records();
         for_each_page(pool, [&](PageIndex page) { records.write_word(page, Generation(), PageState::kFree); });
@@ -291,7 +297,6 @@ void rebuild(State& state) {
     }
     state.epoch = Epoch(state.incarnation.value());
     state.region.write_header({kMagic, layout, state.epoch.value(), state.incarnation.value(), 0, 0});
-    add_surviving_chunks(state);
     return;
   }
   const bool lost = free_lost_pages(state);

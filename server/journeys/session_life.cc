@@ -54,14 +54,14 @@ void revoke(State& state, Session& session, const std::string& cause) {
 }
 
 // Sessions of the same process that a new one ends: the one it names, and those of its instance; live, revoked or ghosts.
-std::vector<SessionId> earlier_sessions(const State& state, const Session& session, SessionId previous) {
+std::vector<SessionId> earlier_sessions(const State& state, const Attach& request, PoolSetId set) {
   std::vector<SessionId> earlier;
-  if (session.is_remote()) return earlier;
+  const ProcessIdentity& process = request.process;
+  if (process.pid == 0) return earlier;
   for (const auto& [id, other] : state.sessions.all()) {
-    const bool same_process = other->process.pid == session.process.pid &&
-                              other->process.start_time_ticks == session.process.start_time_ticks;
-    const bool same_instance = session.process.instance != 0 && other->process.instance == session.process.instance;
-    if (same_process && id != session.id && (id == previous || (same_instance && other->set == session.set))) earlier.push_back(id);
+    const bool same_process = other->process.pid == process.pid && other->process.start_time_ticks == process.start_time_ticks;
+    const bool same_instance = process.instance != 0 && other->process.instance == process.instance;
+    if (same_process && (id == request.previous || (same_instance && other->set == set))) earlier.push_back(id);
   }
   return earlier;
 }
@@ -85,7 +85,9 @@ absl::StatusOr<Attach::Reply> attach(State& state, const Attach& request) {
     return make_error(ErrorCode::kFormatMismatch, "pool set '" + request.pool_set + "' has page format\n  " + set.options.format +
                                                       "\nand the client has\n  " + request.format);
   }
-  if (state.sessions.size() >= state.options.sessions_max) {
+  // Whoever comes back gives up a place with this call: after a restart all may be taken by ghosts, who wait for just that.
+  const std::vector<SessionId> earlier = earlier_sessions(state, request, set.id);
+  if (earlier.empty() && state.sessions.size() >= state.options.sessions_max) {
     return make_error(ErrorCode::kBusy, "all " + std::to_string(state.options.sessions_max) + " sessions are taken (sessions_max)",
                       state.options.retry_after_ms);
   }
@@ -125,11 +127,12 @@ absl::StatusOr<Attach::Reply> attach(State& state, const Attach& request) {
     open_lease(state, set, session, request.held_lease, reply.held);
     reply.held_lease = request.held_lease;
   }
-  for (SessionId earlier : earlier_sessions(state, session, request.previous)) {
-    end_rights(state, *state.sessions.find(earlier), /*fenced=*/true);
-    bury(state, earlier);
+  for (SessionId id : earlier) {
+    end_rights(state, *state.sessions.find(id), /*fenced=*/true);
+    bury(state, id);
     state.probes.hit(Probe::session_reattached);
   }
+  reply.ended = earlier;
 
   for (int kind = 0; kind < kPoolKinds; ++kind) {
     const Pool& pool = *set.pools[static_cast<size_t>(kind)];

@@ -487,6 +487,10 @@ void take_release(State& state, const PeerMessage& message, const ShipRelease& r
   close_lease(state, SessionId(), lease->id, LeaseEnd::kReleased);
 }
 
+absl::Status is_a_ticket(TicketId id) {
+  return make_error(ErrorCode::kConflict, "ticket " + std::to_string(id.value()) + " is a writer's and open: draw another id for a ship");
+}
+
 }  // namespace
 
 // ================================================================================================================= verbs
@@ -501,6 +505,7 @@ absl::StatusOr<Nothing> start(State& state, const ShipStart& request) {
   if (state.outcomes.find({request.session, request.ticket.value(), OutcomeKey::kTicket}) != nullptr) {
     return make_error(ErrorCode::kConsumed, "ship " + std::to_string(request.ticket.value()) + " has ended: wait tells how");
   }
+  if (state.tickets.find(request.session, request.ticket) != nullptr) return is_a_ticket(request.ticket);
   if (absl::Status stopping = refuse_while_stopping(state); !stopping.ok()) return stopping;
   if (request.ticket.is_none() || request.sequence.is_none()) {
     return make_error(ErrorCode::kInvalid, "ticket and sequence ids must not be 0");
@@ -555,7 +560,11 @@ void wait(State& state, Call<ShipWait> call) {
   if (outcome == nullptr) {
     return std::move(call.done)(make_error(ErrorCode::kStale, "ship " + std::to_string(call.request.ticket.value()) + " is unknown here"));
   }
-  if (outcome->kind != OutcomeKind::kSealed) return std::move(call.done)(outcome->status);
+  if (outcome->kind == OutcomeKind::kShipFailed) return std::move(call.done)(outcome->status);
+  if (outcome->kind != OutcomeKind::kSealed) {
+    return std::move(call.done)(make_error(ErrorCode::kConsumed, "ticket " + std::to_string(call.request.ticket.value()) +
+                                                                     " was forfeited, and never was a ship"));
+  }
   ShipWait::Reply reply;
   reply.lease = outcome->lease;
   if (const Lease* lease = state.leases.find(call.request.session, outcome->lease)) reply.table = lease->table;
@@ -567,6 +576,7 @@ absl::StatusOr<Nothing> cancel(State& state, const ShipCancel& request) {
   if (!live.ok()) return live.status();
   const Ship* ship = state.ships.find(request.session, request.ticket);
   if (ship == nullptr) {
+    if (state.tickets.find(request.session, request.ticket) != nullptr) return is_a_ticket(request.ticket);
     const OutcomeKey key{request.session, request.ticket.value(), OutcomeKey::kTicket};
     const Outcome* outcome = state.outcomes.find(key);
     if (outcome == nullptr) {

@@ -197,6 +197,7 @@ absl::StatusOr<Reserve::Reply> reserve(State& state, const Reserve& request) {
   }
   const absl::StatusOr<Ticket*> ended = open_ticket(state, request.session, request.ticket);
   if (is_error(ended.status(), ErrorCode::kConsumed)) return ended.status();
+  if (absl::Status taken = check_no_ship(state, request.session, request.ticket); !taken.ok()) return taken;
 
   // May it be had at all?
   if (absl::Status stopping = refuse_while_stopping(state); !stopping.ok()) return stopping;
@@ -474,6 +475,7 @@ absl::StatusOr<Nothing> forfeit(State& state, const Forfeit& request) {
     return Nothing{};
   }
   if (state.sessions.find(request.session) == nullptr || request.ticket.is_none()) return open.status();
+  if (absl::Status taken = check_no_ship(state, request.session, request.ticket); !taken.ok()) return taken;
   const OutcomeKey key{request.session, request.ticket.value(), OutcomeKey::kTicket};
   const Outcome* outcome = state.outcomes.find(key);
   if (outcome == nullptr && is_error(open.status(), ErrorCode::kStale) && live_session(state, request.session).ok()) {

@@ -1,5 +1,6 @@
 #include "server/pool/page_record.h"
 
+#include <algorithm>
 #include <array>
 
 #include "base/check.h"
@@ -45,7 +46,7 @@ std::optional<Row> read_row(const Metadata& metadata, int64_t offset, uint64_t p
 }
 
 int64_t slot_offset(int64_t slot) {
-  return static_cast<int64_t>(sizeof(RegionHeader)) + slot * static_cast<int64_t>(sizeof(SessionSlot));
+  return 2 * static_cast<int64_t>(sizeof(RegionHeader)) + slot * static_cast<int64_t>(sizeof(SessionSlot));
 }
 
 constexpr uint64_t kHeaderPlace = 1;
@@ -121,10 +122,19 @@ void RecordTable::write_record(PageIndex page, PageRecord record) {
                  std::as_bytes(std::span(&record, 1)));
 }
 
-std::optional<RegionHeader> RegionTable::header() const { return read_row<RegionHeader>(*metadata_, 0, kHeaderPlace); }
+bool RegionTable::is_blank() const {
+  const std::span<const std::byte> head = metadata_->bytes().first(2 * sizeof(RegionHeader));
+  return std::all_of(head.begin(), head.end(), [](std::byte b) { return b == std::byte{0}; });
+}
+
+std::optional<RegionHeader> RegionTable::header() const {
+  const std::optional<RegionHeader> first = read_row<RegionHeader>(*metadata_, 0, kHeaderPlace);
+  return first.has_value() ? first : read_row<RegionHeader>(*metadata_, sizeof(RegionHeader), kHeaderPlace);
+}
 
 void RegionTable::write_header(RegionHeader header) {
   header.crc = row_crc(header, kHeaderPlace);
+  metadata_->put(sizeof(RegionHeader), std::as_bytes(std::span(&header, 1)));
   metadata_->put(0, std::as_bytes(std::span(&header, 1)));
 }
 
@@ -135,7 +145,7 @@ std::optional<SessionSlot> RegionTable::session(int64_t slot) const {
 }
 
 void RegionTable::write_session(int64_t slot, SessionSlot session) {
-  NEEDLE_CHECK(slot >= 0 && slot < sessions_max_, "the session slot is outside the region");
+  NEEDLE_CHECK(slot >= 0 && slot < slots(), "the session slot is outside the region");
   session.crc = row_crc(session, slot_place(slot));
   metadata_->put(slot_offset(slot), std::as_bytes(std::span(&session, 1)));
 }

@@ -1,6 +1,6 @@
 // What a page leaves in the metadata region, and the order in which it is written there.
 //
-// The region: a header, the session slots, then for each pool an array of words and an array of records.
+// The region: two copies of a header, the session slots, then for each pool an array of words and an array of records.
 //   word    8 bytes, written whole: generation << 32 | state. Mapped read-only by clients: a reader checks it without a call.
 //   record  56 bytes: name, sequence, checksum, generation, parent, tokens, owner, role, CRC over it all and its place.
 //
@@ -13,6 +13,9 @@
 //     its state page last. That page is the commit record; a set without it, or with a member missing, never was.
 //     A set is undone in the reverse order: its commit first.
 //  4. Generations only grow. A page that is found in any doubt comes back under its word's generation and is never readable.
+//  5. The header is written to its second place, then to its first: one of the two is whole at any moment after the first
+//     start. Without it nobody would know who may still touch which page.
+//  6. There is one session slot more than sessions: a process that attaches anew has two for a moment.
 //
 // Owner: Pool, on the loop thread. Callers must not keep a pointer into a record across a write.
 #pragma once
@@ -98,7 +101,7 @@ class RecordTable {
   int64_t records_offset_;
 };
 
-// The first bytes of the region.
+// The first bytes of the region, twice.
 struct RegionHeader {
   uint64_t magic = 0;
   uint64_t layout = 0;  // hash of pools, shapes, formats and this layout's version: differs -> the region is formatted anew
@@ -125,10 +128,13 @@ class RegionTable {
   RegionTable(Metadata& metadata, int64_t sessions_max) : metadata_(&metadata), sessions_max_(sessions_max) {}
 
   static int64_t bytes(int64_t sessions_max) {
-    return static_cast<int64_t>(sizeof(RegionHeader)) + sessions_max * static_cast<int64_t>(sizeof(SessionSlot));
+    return 2 * static_cast<int64_t>(sizeof(RegionHeader)) + slots(sessions_max) * static_cast<int64_t>(sizeof(SessionSlot));
   }
+  static int64_t slots(int64_t sessions_max) { return sessions_max + 1; }
+  bool is_blank() const;                       // nothing was ever written
   std::optional<RegionHeader> header() const;  // absent when it was never whole
   void write_header(RegionHeader header);
+  int64_t slots() const { return slots(sessions_max_); }
   std::optional<SessionSlot> session(int64_t slot) const;
   void write_session(int64_t slot, SessionSlot session);
   void clear_session(int64_t slot);

@@ -15,57 +15,16 @@
 #include <vector>
 
 #include "base/check.h"
-#include "base/clock.h"
 #include "base/rng.h"
-#include "server/core.h"
 #include "server/loop.h"
 #include "server/pool/pool.h"
+#include "tests/server/still_world.h"
 
 namespace needle::server {
 namespace {
 
 constexpr int64_t kPromptPages = 64;
 constexpr int64_t kPageTokens = 256;
-
-// Zeroed lazily, like a memfd.
-class LazyMetadata final : public Metadata {
- public:
-  explicit LazyMetadata(int64_t size) : bytes_(size), size_(static_cast<size_t>(size)) {}
-  std::span<const std::byte> bytes() const override { return {&bytes_[0], size_}; }
-  void put(int64_t offset, std::span<const std::byte> value) override { std::memcpy(&bytes_[offset], value.data(), value.size()); }
-
- private:
-  LazyArray<std::byte> bytes_;
-  size_t size_;
-};
-
-class NoMemory final : public Memory {  // chunks of address range only: the core never touches a page's bytes
- public:
-  bool chunk_present(PoolId, ChunkIndex) const override { return true; }
-  void allocate_chunk(PoolId, ChunkIndex, int64_t) override {}
-  void free_chunk(PoolId, ChunkIndex) override {}
-};
-
-class NoTransport final : public Transport {
- public:
-  const TransportTraits& traits() const override { return traits_; }
-  void register_chunk(PoolId, ChunkIndex) override {}
-  void release_chunk(PoolId, ChunkIndex) override {}
-  void learn_peer(NodeId, Incarnation, const std::vector<ChunkDescriptor>&) override {}
-  void post(FetchRequest) override {}
-  void cancel(FetchId) override {}
-  void close_peer(NodeId) override {}
-  void poll(TransportEvents&) override {}
-
- private:
-  TransportTraits traits_;
-};
-
-class NoOutbox final : public Outbox {
- public:
-  void to_session(SessionId, SessionEvent) override {}
-  void to_peer(NodeId, PeerMessage) override {}
-};
 
 class Bench {
  public:
@@ -79,15 +38,12 @@ class Bench {
     set.budget_bytes = set.shapes[0].chunk_bytes + set.shapes[2].chunk_bytes;
     set.ratios = {set.shapes[0].chunk_bytes, 0, set.shapes[2].chunk_bytes};
     while (set.ratios[0] > 1'000'000) set.ratios = {set.ratios[0] / 2, 0, set.ratios[2] / 2 + 1};
-    options_.node = NodeId(0);
-    options_.sets.push_back(set);
-    options_.silence_ms = 86'000'000;
-    options_.outcomes_max = 4'096;  // what is measured is pages, not history
-    metadata_ = std::make_unique<LazyMetadata>(Core::metadata_bytes(options_));
-    auto core = Core::start(options_, {clock_, *metadata_, memory_, transport_, outbox_, log_, 1});
-    NEEDLE_CHECK(core.ok(), core.status().ToString().c_str());
-    core_ = std::move(*core);
-    loop_ = std::make_unique<Loop>(*core_, clock_);
+    CoreOptions options;
+    options.node = NodeId(0);
+    options.sets.push_back(set);
+    options.outcomes_max = 4'096;  // what is measured is pages, not history
+    world_ = std::make_unique<StillWorld>(options);
+    loop_ = std::make_unique<Loop>(world_->start(), world_->clock);
     Attach attach;
     attach.pool_set = "bench";
     attach.format = "bench";
@@ -117,8 +73,8 @@ class Bench {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin).count();
   }
 
-  int64_t named_pages() const { return core_->snapshot().sets[0].named_pages; }
-  absl::Status audit() const { return core_->audit(); }
+  int64_t named_pages() const { return world_->core->snapshot().sets[0].named_pages; }
+  absl::Status audit() const { return world_->core->audit(); }
 
  private:
   template <class Request>
@@ -132,14 +88,7 @@ class Bench {
     return answer;
   }
 
-  CoreOptions options_;
-  SteadyClock clock_;
-  std::unique_ptr<LazyMetadata> metadata_;
-  NoMemory memory_;
-  NoTransport transport_;
-  NoOutbox outbox_;
-  SilentLog log_;
-  std::unique_ptr<Core> core_;
+  std::unique_ptr<StillWorld> world_;
   std::unique_ptr<Loop> loop_;
   SessionId session_;
   uint64_t ids_ = 0;
@@ -155,6 +104,7 @@ void run(int64_t pages) {
   const double changes = static_cast<double>(kPrompts * kPromptPages * 3);
   std::printf("%10" PRId64 " %12" PRId64 " %14.0f %10.1f %s\n", pages, bench.named_pages(), changes / (static_cast<double>(spent_ns) * 1e-9),
               static_cast<double>(spent_ns) / changes, bench.audit().ok() ? "audit ok" : "AUDIT FAILS");
+  std::fflush(stdout);
 }
 
 }  // namespace

@@ -7,55 +7,14 @@
 
 #include "proto/errors.h"
 #include "server/loop.h"
+#include "tests/server/still_world.h"
 
 namespace needle::server {
 namespace {
 
-class ArrayMetadata final : public Metadata {
- public:
-  explicit ArrayMetadata(int64_t size) : bytes_(static_cast<size_t>(size)) {}
-  std::span<const std::byte> bytes() const override { return bytes_; }
-  void put(int64_t offset, std::span<const std::byte> value) override { std::copy(value.begin(), value.end(), bytes_.begin() + offset); }
-
- private:
-  std::vector<std::byte> bytes_;
-};
-
-class AllMemory final : public Memory {
- public:
-  bool chunk_present(PoolId, ChunkIndex) const override { return true; }
-  void allocate_chunk(PoolId, ChunkIndex, int64_t) override {}
-  void free_chunk(PoolId, ChunkIndex) override {}
-};
-
-class NoTransport final : public Transport {
- public:
-  const TransportTraits& traits() const override { return traits_; }
-  void register_chunk(PoolId, ChunkIndex) override {}
-  void release_chunk(PoolId, ChunkIndex) override {}
-  void learn_peer(NodeId, Incarnation, const std::vector<ChunkDescriptor>&) override {}
-  void post(FetchRequest) override {}
-  void cancel(FetchId) override {}
-  void close_peer(NodeId) override {}
-  void poll(TransportEvents&) override {}
-
- private:
-  TransportTraits traits_;
-};
-
-class NoOutbox final : public Outbox {
- public:
-  void to_session(SessionId, SessionEvent) override {}
-  void to_peer(NodeId, PeerMessage) override {}
-};
-
 class LoopTest : public ::testing::Test {
  protected:
-  LoopTest() : metadata_(Core::metadata_bytes(options())) {
-    auto core = Core::start(options(), {clock_, metadata_, memory_, transport_, outbox_, log_, 1});
-    EXPECT_TRUE(core.ok()) << core.status();
-    core_ = std::move(*core);
-  }
+  LoopTest() : world_(options()), core_(&world_.start()) {}
   static CoreOptions options() {
     CoreOptions options;
     PoolSetOptions set;
@@ -71,13 +30,9 @@ class LoopTest : public ::testing::Test {
     options.sets.push_back(set);
     return options;
   }
+  StillWorld world_;
+  Core* core_;
   SteadyClock clock_;
-  ArrayMetadata metadata_;
-  AllMemory memory_;
-  NoTransport transport_;
-  NoOutbox outbox_;
-  SilentLog log_;
-  std::unique_ptr<Core> core_;
 };
 
 TEST_F(LoopTest, every_call_posted_from_many_threads_is_answered_once) {
@@ -108,6 +63,32 @@ TEST_F(LoopTest, a_full_mailbox_refuses_calls_with_busy_and_still_takes_events) 
   EXPECT_EQ(busy, 3);
   EXPECT_TRUE(loop.post(ProcessDied{SessionId(1)}).ok());
   EXPECT_EQ(loop.step(16), 3);
+}
+
+TEST_F(LoopTest, what_waits_when_the_loop_stops_is_answered_and_not_dropped) {
+  Loop loop(*core_, clock_);
+  int answered = 0;
+  int refused = 0;
+  for (int i = 0; i < 1'000; ++i) {  // more than one burst
+    (void)loop.post(Call<Status>{{}, [&](absl::StatusOr<Snapshot> reply) {
+                                   ++answered;
+                                   refused += is_error(reply.status(), ErrorCode::kStopping) ? 1 : 0;
+                                 }});
+  }
+  loop.stop();
+  loop.run();
+  EXPECT_EQ(answered, 1'000);
+  EXPECT_GT(refused, 0);
+}
+
+TEST_F(LoopTest, a_flood_from_a_peer_is_dropped_at_the_bound_and_events_of_this_host_are_not) {
+  Loop loop(*core_, clock_, 2);
+  const PeerMessage message{NodeId(1), Incarnation(1), Incarnation(), ShipRelease{}};
+  EXPECT_TRUE(loop.post(message).ok());
+  EXPECT_TRUE(loop.post(message).ok());
+  EXPECT_TRUE(is_error(loop.post(message), ErrorCode::kBusy));
+  EXPECT_TRUE(loop.post(SessionLost{SessionId(1)}).ok());
+  EXPECT_TRUE(loop.post(ChunkAllocated{PoolId(0), ChunkIndex(0), absl::OkStatus()}).ok());
 }
 
 TEST_F(LoopTest, an_attach_with_another_format_is_refused_with_both_printed) {

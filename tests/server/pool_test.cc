@@ -13,20 +13,10 @@
 #include "server/pool/page_record.h"
 #include "server/pool/pool.h"
 #include "server/pool/resize_policy.h"
+#include "tests/server/still_world.h"
 
 namespace needle::server {
 namespace {
-
-class ArrayMetadata final : public Metadata {
- public:
-  explicit ArrayMetadata(int64_t size) : bytes_(static_cast<size_t>(size)) {}
-  std::span<const std::byte> bytes() const override { return bytes_; }
-  void put(int64_t offset, std::span<const std::byte> value) override { std::copy(value.begin(), value.end(), bytes_.begin() + offset); }
-  std::vector<std::byte>& raw() { return bytes_; }
-
- private:
-  std::vector<std::byte> bytes_;
-};
 
 // Chunks of 1000 bytes with pages of 300: three pages a chunk, and gaps between.
 class PoolTest : public ::testing::Test {
@@ -132,13 +122,14 @@ TEST(Record, any_flipped_bit_and_any_other_place_is_noticed) {
   record.generation = Generation(3);
   table.write_record(PageIndex(2), record);
   ASSERT_TRUE(table.intact(PageIndex(2)));
-  const size_t at = 4 * 8 + 2 * sizeof(PageRecord);
-  for (size_t bit = 0; bit < sizeof(PageRecord) * 8; ++bit) {
-    metadata.raw()[at + bit / 8] ^= std::byte{static_cast<unsigned char>(1u << (bit % 8))};
+  constexpr int64_t kBytes = sizeof(PageRecord);
+  const int64_t at = 4 * 8 + 2 * kBytes;
+  for (int64_t bit = 0; bit < kBytes * 8; ++bit) {
+    metadata.raw(at + bit / 8) ^= std::byte{static_cast<unsigned char>(1u << (bit % 8))};
     EXPECT_FALSE(table.intact(PageIndex(2))) << "bit " << bit;
-    metadata.raw()[at + bit / 8] ^= std::byte{static_cast<unsigned char>(1u << (bit % 8))};
+    metadata.raw(at + bit / 8) ^= std::byte{static_cast<unsigned char>(1u << (bit % 8))};
   }
-  std::copy_n(metadata.raw().begin() + at, sizeof(PageRecord), metadata.raw().begin() + at + sizeof(PageRecord));
+  std::copy_n(&metadata.raw(at), kBytes, &metadata.raw(at + kBytes));
   EXPECT_FALSE(table.intact(PageIndex(3))) << "a record copied to another page's place";
 }
 

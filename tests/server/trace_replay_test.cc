@@ -11,6 +11,7 @@
 
 #include "base/rng.h"
 #include "server/catalog/catalog.h"
+#include "tests/server/still_world.h"
 
 namespace needle::server {
 namespace {
@@ -43,16 +44,6 @@ std::vector<Row> read_trace(const std::string& name) {
   pclose(pipe);
   return rows;
 }
-
-class ArrayMetadata final : public Metadata {
- public:
-  explicit ArrayMetadata(int64_t size) : bytes_(static_cast<size_t>(size)) {}
-  std::span<const std::byte> bytes() const override { return bytes_; }
-  void put(int64_t offset, std::span<const std::byte> value) override { std::copy(value.begin(), value.end(), bytes_.begin() + offset); }
-
- private:
-  std::vector<std::byte> bytes_;
-};
 
 // A paged pool of `capacity` one-block pages, and its catalog.
 class Cache {
