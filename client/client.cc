@@ -5,12 +5,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/units.h"
 #include "client/session.h"
 #include "kernels/checksum_pages.h"
@@ -59,6 +59,13 @@ struct PoolBytes {
 
 PoolBytes writable_bytes(const Session& session, PoolKind kind) {
   return {session.pool(kind).write_base, session.pool(kind).wire.page_bytes};
+}
+
+// A creating verb that was refused or not answered: its id is spent, so that a copy of the request which is still on its way,
+// or was carried out although its answer got lost, leaves nothing open. The first failure is what the caller is told.
+void give_up(Session& session, Session::Right right, uint64_t id) {
+  constexpr int64_t kGiveUpMsMax = 1'000;  // the daemon is perhaps not there; the session repeats it
+  static_cast<void>(session.end_right(right, id, std::min(session.call_ms(), kGiveUpMsMax)));
 }
 
 absl::Status only_writers(const Session& session) {
@@ -139,10 +146,7 @@ absl::Status Lease::release() {
   absl::StatusOr<uint64_t> now = session->forget_lease(id_, last);
   if (!now.ok()) return now.status();
   if (!last) return absl::OkStatus();
-  v1::LeaseRequest request;
-  request.set_lease(*now);
-  v1::Empty reply;
-  return session->call(&v1::Needle::Stub::Release, request, &reply, session->call_ms());
+  return session->end_right(Session::Right::kLease, *now, session->call_ms());
 }
 
 // ---------------------------------------------------------------------------------------------------------------- ticket
@@ -322,6 +326,7 @@ absl::StatusOr<Lease> Ticket::end(int64_t tokens, std::span<const PageName> name
   request.set_step(++step_);
   v1::SealReply reply;
   if (absl::Status status = session_->call(&v1::Needle::Stub::Seal, request, &reply, session_->call_ms()); !status.ok()) {
+    if (!lease.is_none()) give_up(*session_, Session::Right::kLease, lease.value());
     return status;
   }
   const std::shared_ptr<Session> session = std::exchange(session_, nullptr);  // ended: nothing to forfeit any more
@@ -340,11 +345,7 @@ absl::Status Ticket::forfeit() {
   if (session_ == nullptr) return make_error(ErrorCode::kConsumed, "the ticket has ended: sealed or forfeited");
   const std::shared_ptr<Session> session = std::exchange(session_, nullptr);
   if (absl::Status status = session->check_rights(rights_); !status.ok()) return status;
-  v1::ForfeitRequest request;
-  request.set_ticket(id_.value());
-  request.set_fenced(true);
-  v1::Empty reply;
-  return session->call(&v1::Needle::Stub::Forfeit, request, &reply, session->call_ms());
+  return session->end_right(Session::Right::kTicket, id_.value(), session->call_ms());
 }
 
 // ------------------------------------------------------------------------------------------------------------------ ship
@@ -399,10 +400,10 @@ absl::Status Ship::cancel() {
   if (session_ == nullptr) return make_error(ErrorCode::kConsumed, "the ship has ended");
   const std::shared_ptr<Session> session = std::exchange(session_, nullptr);
   if (absl::Status status = session->check_rights(rights_); !status.ok()) return status;
-  v1::TicketRequest request;
-  request.set_ticket(ticket_.value());
-  v1::Empty reply;
-  return session->call(&v1::Needle::Stub::ShipCancel, request, &reply, session->call_ms());
+  absl::Status status = session->end_right(Session::Right::kShip, ticket_.value(), session->call_ms());
+  // It was sealed first, and its lease granted to nobody who would give it back.
+  if (is_error(status, ErrorCode::kConsumed)) give_up(*session, Session::Right::kLease, lease_.value());
+  return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------- client
@@ -430,7 +431,7 @@ class Client::ScratchPool {
   std::vector<std::byte> take(int64_t bytes) {
     const auto wanted = static_cast<size_t>(bytes) + 64;
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       for (std::vector<std::byte>& block : free_) {
         if (block.size() < wanted) continue;
         std::vector<std::byte> found = std::move(block);
@@ -442,22 +443,22 @@ class Client::ScratchPool {
     return std::vector<std::byte>(wanted);
   }
   void give(std::vector<std::byte> block) {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     if (free_.size() < kBlocksMax) free_.push_back(std::move(block));
   }
 
   static constexpr size_t kBlocksMax = 16;  // as many reads side by side as a small engine has threads
-  std::mutex mutex_;
-  std::vector<std::vector<std::byte>> free_;  // guarded by mutex_
+  Mutex mutex_;
+  std::vector<std::vector<std::byte>> free_ ABSL_GUARDED_BY(mutex_);
 };
 
 struct Client::RopeTables {
-  std::mutex mutex;
+  Mutex mutex;
   struct Row {
     RopeParameters parameters;
     std::vector<float> cos_sin;
   };
-  std::vector<std::unique_ptr<Row>> rows;  // never shrinks: views into it are given out
+  std::vector<std::unique_ptr<Row>> rows ABSL_GUARDED_BY(mutex);  // never shrinks: views into it are given out
 };
 
 Client::Client(std::shared_ptr<Session> session)
@@ -535,7 +536,7 @@ absl::StatusOr<RopeTableView> Client::rope_table(const RopeParameters& parameter
   if (positions < 1 || positions > kRopePositionsMax) {
     return make_error(ErrorCode::kInvalid, absl::StrCat("a RoPE table of ", positions, " positions, must be 1..", kRopePositionsMax));
   }
-  std::lock_guard<std::mutex> hold(rope_tables_->mutex);
+  MutexLock hold(rope_tables_->mutex);
   for (const auto& row : rope_tables_->rows) {
     const auto have = static_cast<int64_t>(row->cos_sin.size()) / kRopeDims;
     if (row->parameters == parameters && have >= positions) return RopeTableView{row->cos_sin.data(), have};
@@ -571,6 +572,7 @@ absl::StatusOr<Ticket> Client::reserve(SequenceId sequence, int64_t tokens, std:
   fill(names, request.mutable_names());
   v1::ReserveReply reply;
   if (absl::Status status = session_->call(&v1::Needle::Stub::Reserve, request, &reply, session_->call_ms()); !status.ok()) {
+    give_up(*session_, Session::Right::kTicket, request.ticket());
     return status;
   }
   Ticket ticket(session_, TicketId(request.ticket()), sequence);
@@ -597,6 +599,7 @@ absl::StatusOr<Lease> Client::acquire_either(SequenceId sequence, std::span<cons
   fill(names, request.mutable_names());
   v1::AcquireReply reply;
   if (absl::Status status = session_->call(&v1::Needle::Stub::Acquire, request, &reply, session_->call_ms()); !status.ok()) {
+    give_up(*session_, Session::Right::kLease, request.lease());
     return status;
   }
   return Lease(session_, LeaseId(request.lease()), pages_of(reply.table()));
@@ -616,6 +619,8 @@ absl::StatusOr<Ship> Client::ship(const std::string& peer, SequenceId sequence, 
   request.set_deadline_ms(deadline_ms);
   v1::Empty reply;
   if (absl::Status status = session_->call(&v1::Needle::Stub::ShipStart, request, &reply, session_->call_ms()); !status.ok()) {
+    give_up(*session_, Session::Right::kShip, request.ticket());
+    give_up(*session_, Session::Right::kLease, request.lease());
     return status;
   }
   return Ship(session_, TicketId(request.ticket()), LeaseId(request.lease()), deadline_ms);
@@ -632,6 +637,7 @@ absl::StatusOr<Ticket> Client::adopt(Lease lease, SequenceId continuation, int64
   request.set_tokens(tokens);
   v1::AdoptReply reply;
   if (absl::Status status = session_->call(&v1::Needle::Stub::Adopt, request, &reply, session_->call_ms()); !status.ok()) {
+    give_up(*session_, Session::Right::kTicket, request.ticket());
     return status;
   }
   Ticket ticket(session_, TicketId(request.ticket()), continuation);

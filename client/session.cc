@@ -27,6 +27,12 @@ int64_t steady_ns() { return SteadyClock().now_ns(); }
 
 std::string reason(int error) { return std::string(std::strerror(error)); }
 
+// A Launch that would begin during a re-attach waits this long at most: the daemon answers within milliseconds, and what it
+// waits for are launches that are open already.
+constexpr int64_t kLaunchPauseMs = 1'000;
+// Unanswered endings that are kept for repetition; beyond, the oldest is left to the session's end.
+constexpr size_t kEndingsMax = 1'024;
+
 // A datagram and the descriptors that came with it. Descriptors not taken are closed.
 struct Datagram {
   std::array<std::byte, attach::kMessageBytesMax> bytes;
@@ -68,13 +74,10 @@ bool take_header(attach::Reader& reader, attach::Header& header) {
          header.body_bytes == reader.left();
 }
 
-absl::Status status_of_answer(const attach::Answer& answer, std::string message) {
+absl::Status status_of_answer(const attach::Answer& answer, const std::string& message) {
   if (answer.status == 0) return absl::OkStatus();
   if (answer.error < kErrorTable.size()) {
-    const ErrorRow& row = kErrorTable[answer.error];
-    const std::string prefix = std::string(row.name) + ": ";
-    if (message.rfind(prefix, 0) == 0) message.erase(0, prefix.size());
-    return make_error(row.code, message, static_cast<int64_t>(answer.retry_after_ms));
+    return error_from_wire(kErrorTable[answer.error].code, message, static_cast<int64_t>(answer.retry_after_ms));
   }
   return absl::Status(static_cast<absl::StatusCode>(answer.status), message);
 }
@@ -118,7 +121,7 @@ Session::~Session() {
 
 void Session::close() {
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     if (stopping_) return;
     stopping_ = true;
   }
@@ -127,7 +130,7 @@ void Session::close() {
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
   unmap_everything();
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   if (socket_ >= 0) {
     // Clean end: launches have ended and nothing is mapped, so that the daemon frees at once instead of pinning.
     attach::Header header;
@@ -157,24 +160,31 @@ absl::Status Session::connect_and_hello(bool again) {
                                                ". Start needled, or name its attach socket"));
   }
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     if (socket_ >= 0) ::close(socket_);
     socket_ = fd;
   }
 
+  if (again && !pause_launches()) {
+    return absl::UnavailableError("launches are still open; attaching again waits for their end");
+  }
   attach::Hello hello;
+  hello.instance = instance_;
   const std::string format = options_.formats.paged.components.empty() ? "" : format_set_text(options_.formats);
   std::vector<attach::PageRefWire> held;
   uint64_t held_lease = 0;
   if (again) {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     hello.previous_session = session_;
     for (const auto& [id, row] : leases_) {
       if (row.rights != rights_.load()) continue;
       if (held.size() + row.pages.size() > attach::kHeldPagesMax) break;
       held.insert(held.end(), row.pages.begin(), row.pages.end());
     }
-    if (!held.empty()) held_lease = random_id();
+    if (!held.empty()) {
+      held_lease = random_id();
+      hello.held_epoch = pools_[static_cast<size_t>(PoolKind::kPaged)].wire.epoch;  // one epoch a pool set
+    }
   }
   hello.held_lease = held_lease;
   hello.held_count = static_cast<uint32_t>(held.size());
@@ -188,6 +198,23 @@ absl::Status Session::connect_and_hello(bool again) {
   if (absl::Status status = send(attach::Type::kHello, body.data(), body.size(), 1); !status.ok()) return status;
   const int64_t deadline_ns = steady_ns() + options_.call_ms * kNanosPerMilli;
   return receive_welcome(again, held, held_lease, deadline_ns);
+}
+
+bool Session::pause_launches() {
+  MutexLock hold(mutex_);
+  pausing_ = true;
+  const Condition::Time until = std::chrono::steady_clock::now() + std::chrono::milliseconds(options_.call_ms);
+  while (!stopping_ && !launches_.empty() && changed_.wait_until(mutex_, until)) {
+  }
+  return launches_.empty() && !stopping_;
+}
+
+void Session::resume_launches() {
+  {
+    MutexLock hold(mutex_);
+    pausing_ = false;
+  }
+  changed_.notify_all();
 }
 
 absl::Status Session::send(attach::Type type, const void* body, size_t size, uint32_t request) {
@@ -212,6 +239,7 @@ absl::Status Session::send(attach::Type type, const void* body, size_t size, uin
 absl::Status Session::receive_welcome(bool again, const std::vector<attach::PageRefWire>& held, uint64_t held_lease,
                                       int64_t deadline_ns) {
   bool welcomed = false;
+  std::set<std::pair<uint32_t, uint32_t>> named;  // chunks that the daemon has now
   for (;;) {
     const int64_t left_ms = (deadline_ns - steady_ns()) / kNanosPerMilli;
     pollfd wait{socket_, POLLIN, 0};
@@ -250,6 +278,7 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
       std::vector<uint32_t> copy(chunks.count);
       std::memcpy(copy.data(), indices, copy.size() * sizeof(uint32_t));
       if (absl::Status status = map_chunks(chunks, copy.data(), datagram->fds); !status.ok()) return status;
+      for (uint32_t chunk : copy) named.insert({chunks.pool, chunk});
       continue;
     }
     if (header.type != attach::Type::kWelcome) return protocol_error("an unexpected message during attach");
@@ -329,7 +358,7 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
     // The page of an earlier session stays mapped: a read on another thread may be counting in it.
     counters_.store(static_cast<attach::ReadCounters*>(counters), std::memory_order_release);
 
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     session_ = welcome.session;
     incarnation_ = welcome.incarnation;
     secret_.assign(reinterpret_cast<const char*>(welcome.secret), sizeof welcome.secret);
@@ -363,9 +392,16 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
       ++row;
     }
     rights_.store(rights, std::memory_order_release);
+    retirements_.clear();  // of the earlier session: whatever it still awaited ended with it
     welcomed = true;
   }
-  std::lock_guard<std::mutex> hold(mutex_);
+  std::set<std::pair<uint32_t, uint32_t>> gone;
+  {
+    MutexLock hold(mutex_);
+    std::set_difference(mapped_.begin(), mapped_.end(), named.begin(), named.end(), std::inserter(gone, gone.end()));
+  }
+  for (const auto& [pool, chunk] : gone) unmap_chunk(pool, chunk);
+  MutexLock hold(mutex_);
   state_ = State::kLive;
   cause_.clear();
   changed_.notify_all();
@@ -395,7 +431,7 @@ absl::Status Session::map_chunks(const attach::Chunks& chunks, const uint32_t* i
       return absl::ResourceExhaustedError(absl::StrCat("cannot map chunk ", indices[i], " of pool ", chunks.pool, ": ",
                                                        reason(errno)));
     }
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     mapped_.insert({chunks.pool, indices[i]});
   }
   return absl::OkStatus();
@@ -413,14 +449,14 @@ void Session::unmap_chunk(uint32_t pool_id, uint32_t chunk) {
       NEEDLE_CHECK(place != MAP_FAILED, "unmapping a chunk that this process mapped");
     }
   }
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   mapped_.erase({pool_id, chunk});
 }
 
 void Session::unmap_everything() {
   std::set<std::pair<uint32_t, uint32_t>> mapped;
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     mapped = mapped_;
     retirements_.clear();
   }
@@ -435,19 +471,20 @@ void Session::serve() {
   for (;;) {
     State state;
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       if (stopping_) return;
       state = state_;
     }
     const int64_t now = steady_ns();
     if (state == State::kLost) {
       if (!options_.reconnect) {
-        std::unique_lock<std::mutex> hold(mutex_);
-        changed_.wait(hold, [this] { return stopping_; });
+        MutexLock hold(mutex_);
+        while (!stopping_) changed_.wait(mutex_);
         return;
       }
       if (now >= next_attempt_ns) {
         const absl::Status status = connect_and_hello(rights_.load() > 0);
+        resume_launches();
         if (status.ok()) {
           log(LogLevel::kInfo, "client_reattached", node());
           next_heartbeat_ns = steady_ns();
@@ -464,12 +501,13 @@ void Session::serve() {
     }
     if (now >= next_heartbeat_ns) {
       if (!send(attach::Type::kHeartbeat, nullptr, 0, 0).ok()) {
-        std::lock_guard<std::mutex> hold(mutex_);
+        MutexLock hold(mutex_);
         state_ = State::kLost;
         cause_ = "the daemon's socket is gone";
         continue;
       }
       next_heartbeat_ns = now + heartbeat_ms_ * kNanosPerMilli;
+      repeat_an_ending();
     }
     pollfd waits[2] = {{socket_, POLLIN, 0}, {wake_, POLLIN, 0}};
     const int64_t left_ms = std::max<int64_t>((next_heartbeat_ns - steady_ns()) / kNanosPerMilli, 0);
@@ -480,7 +518,7 @@ void Session::serve() {
     }
     if ((waits[0].revents & (POLLIN | POLLHUP | POLLERR)) != 0 && !handle_datagram()) {
       log(LogLevel::kWarning, "client_lost_daemon", node());
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       state_ = State::kLost;
       cause_ = "the daemon ended the connection";
       changed_.notify_all();
@@ -513,7 +551,7 @@ bool Session::handle_datagram() {
     case attach::Type::kChunkRetiring: {
       attach::ChunkName name;
       if (!reader.take(name)) return false;
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       retirements_.push_back({name.pool, name.chunk, launch_next_});
       return true;
     }
@@ -531,7 +569,7 @@ bool Session::handle_datagram() {
 
 void Session::begin_revocation(const std::string& cause) {
   log(LogLevel::kWarning, "client_revoked", cause);
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   state_ = State::kRevoked;
   cause_ = cause;
   leases_.clear();
@@ -543,7 +581,7 @@ void Session::finish_retirements() {
   std::vector<Retirement> ready;
   bool acknowledge = false;
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     const uint64_t oldest = launches_.empty() ? launch_next_ : *launches_.begin();
     for (auto retirement = retirements_.begin(); retirement != retirements_.end();) {
       if (oldest >= retirement->after) {
@@ -567,14 +605,21 @@ void Session::finish_retirements() {
   if (absl::Status status = send(attach::Type::kAcknowledge, nullptr, 0, 0); !status.ok()) {
     log(LogLevel::kWarning, "client_send_failed", std::string(status.message()));
   }
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   state_ = State::kLost;  // attaches again as a new session, if the caller wants that
 }
 
 // -------------------------------------------------------------------------------------------------------- any thread
 
 absl::Status Session::begin_launch(uint64_t& launch) {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
+  // Bounded, since the caller may itself hold the Launch that the re-attach waits for.
+  const Condition::Time until = std::chrono::steady_clock::now() + std::chrono::milliseconds(kLaunchPauseMs);
+  while (pausing_ && !stopping_ && changed_.wait_until(mutex_, until)) {
+  }
+  if (pausing_ && !stopping_) {
+    return make_error(ErrorCode::kBusy, "the session is attaching again and waits for open launches to end: retry", heartbeat_ms_);
+  }
   if (state_ == State::kRevoked || state_ == State::kClosed || stopping_) {
     return make_error(ErrorCode::kStale, absl::StrCat("this session's rights are gone (", cause_.empty() ? "closed" : cause_,
                                                       "); acquire or reserve anew"));
@@ -588,9 +633,10 @@ absl::Status Session::begin_launch(uint64_t& launch) {
 void Session::end_launch(uint64_t launch) {
   bool wake = false;
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     launches_.erase(launches_.find(launch));
     wake = !retirements_.empty() || (state_ == State::kRevoked && launches_.empty());
+    if (pausing_ && launches_.empty()) changed_.notify_all();
   }
   if (!wake) return;
   const uint64_t one = 1;
@@ -598,7 +644,7 @@ void Session::end_launch(uint64_t launch) {
 }
 
 absl::Status Session::check_rights(uint64_t rights) const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   if (rights == rights_.load() && state_ != State::kRevoked && state_ != State::kClosed) return absl::OkStatus();
   return make_error(ErrorCode::kStale,
                     absl::StrCat("the handle belongs to an earlier session with the daemon",
@@ -613,14 +659,14 @@ void Session::remember_lease(LeaseId lease, const Pages& pages) {
   for (const PageId& page : pages.paged) add(PoolKind::kPaged, page);
   for (const PageId& page : pages.window) add(PoolKind::kWindow, page);
   add(PoolKind::kState, pages.state);
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   row.current = lease.value();
   row.rights = rights_.load();
   leases_[lease.value()] = std::move(row);
 }
 
 absl::StatusOr<uint64_t> Session::lease_now(LeaseId lease) const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   const auto row = leases_.find(lease.value());
   if (row == leases_.end() || row->second.rights != rights_.load()) {
     return make_error(ErrorCode::kStale, absl::StrCat("lease ", lease.value(), " ended with an earlier session; acquire anew"));
@@ -629,7 +675,7 @@ absl::StatusOr<uint64_t> Session::lease_now(LeaseId lease) const {
 }
 
 absl::StatusOr<uint64_t> Session::forget_lease(LeaseId lease, bool& last) {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   const auto row = leases_.find(lease.value());
   if (row == leases_.end() || row->second.rights != rights_.load()) {
     return make_error(ErrorCode::kStale, absl::StrCat("lease ", lease.value(), " ended with an earlier session"));
@@ -640,12 +686,51 @@ absl::StatusOr<uint64_t> Session::forget_lease(LeaseId lease, bool& last) {
   return current;
 }
 
+absl::Status Session::end_right(Right right, uint64_t id, int64_t deadline_ms) {
+  const uint64_t rights = rights_.load();
+  v1::Empty reply;
+  absl::Status status;
+  if (right == Right::kTicket) {
+    v1::ForfeitRequest request;
+    request.set_ticket(id);
+    request.set_fenced(true);
+    status = call(&v1::Needle::Stub::Forfeit, request, &reply, deadline_ms);
+  } else if (right == Right::kLease) {
+    v1::LeaseRequest request;
+    request.set_lease(id);
+    status = call(&v1::Needle::Stub::Release, request, &reply, deadline_ms);
+  } else {
+    v1::TicketRequest request;
+    request.set_ticket(id);
+    status = call(&v1::Needle::Stub::ShipCancel, request, &reply, deadline_ms);
+  }
+  const bool answered = status.ok() || error_code(status) != ErrorCode::kBug;
+  if (answered) return status;
+  MutexLock hold(mutex_);
+  if (endings_.size() == kEndingsMax) endings_.pop_front();
+  endings_.push_back({right, id, rights});
+  return status;
+}
+
+// One a heartbeat, with a short deadline: heartbeats matter more.
+void Session::repeat_an_ending() {
+  Ending ending;
+  {
+    MutexLock hold(mutex_);
+    while (!endings_.empty() && endings_.front().rights != rights_.load()) endings_.pop_front();  // ended with its session
+    if (endings_.empty()) return;
+    ending = endings_.front();
+    endings_.pop_front();
+  }
+  static_cast<void>(end_right(ending.right, ending.id, std::max<int64_t>(heartbeat_ms_ / 2, 1)));
+}
+
 std::string Session::node() const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   return node_;
 }
 std::string Session::build() const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   return build_;
 }
 attach::ReadCounters* Session::counters() const { return counters_.load(std::memory_order_acquire); }
@@ -662,7 +747,7 @@ absl::Status Session::call_until(const std::function<grpc::Status(v1::Needle::St
     grpc::ClientContext context;
     context.set_deadline(deadline);
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       if (state_ == State::kClosed) return make_error(ErrorCode::kStale, "the client was closed");
       channel = channel_;
       context.AddMetadata(attach::kSessionMetadata, std::to_string(session_));
@@ -673,32 +758,20 @@ absl::Status Session::call_until(const std::function<grpc::Status(v1::Needle::St
     const grpc::Status status = verb(stub, context);
     if (status.ok()) return absl::OkStatus();
     const auto& trailing = context.GetServerTrailingMetadata();
-    const auto name = trailing.find(attach::kErrorMetadata);
-    if (name != trailing.end()) {
-      const std::string code(name->second.data(), name->second.size());
-      int64_t retry_ms = 0;
-      const auto hint = trailing.find(attach::kRetryAfterMetadata);
-      if (hint != trailing.end()) {
-        for (char digit : std::string(hint->second.data(), hint->second.size())) {
-          if (digit < '0' || digit > '9' || retry_ms > 86'400'000) break;
-          retry_ms = retry_ms * 10 + (digit - '0');
-        }
-      }
-      for (const ErrorRow& row : kErrorTable) {
-        if (code != row.name) continue;
-        std::string message = status.error_message();
-        const std::string prefix = code + ": ";
-        if (message.rfind(prefix, 0) == 0) message.erase(0, prefix.size());
-        return make_error(row.code, message, retry_ms);
-      }
+    const auto text = [&trailing](const char* key) {
+      const auto found = trailing.find(key);
+      return found == trailing.end() ? std::string_view() : std::string_view(found->second.data(), found->second.size());
+    };
+    if (const std::optional<ErrorCode> code = error_of_name(text(attach::kErrorMetadata))) {
+      return error_from_wire(*code, status.error_message(), parse_retry_after_ms(text(attach::kRetryAfterMetadata)));
     }
     // Without a name of ours the call never reached the core, so the same request may be sent again.
     const bool unreached = status.error_code() == grpc::StatusCode::UNAVAILABLE;
     if (!unreached || std::chrono::system_clock::now() + std::chrono::milliseconds(20) >= deadline) {
       return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
     }
-    std::unique_lock<std::mutex> hold(mutex_);
-    changed_.wait_for(hold, std::chrono::milliseconds(20));
+    MutexLock hold(mutex_);
+    changed_.wait_for_ms(mutex_, 20);
     if (rights_.load() != rights) {
       return make_error(ErrorCode::kStale, "the daemon restarted while the call was under way; start anew");
     }

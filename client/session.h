@@ -7,6 +7,10 @@
 //  3. `rights` counts the sessions this object went through. A handle made under an older one answers STALE, except a
 //     lease whose every page the new daemon still holds.
 //  4. The mutex guards bookkeeping alone; it is never held across an RPC, a mapping call or a callback.
+//  5. A re-attach happens while no Launch is open; one that would begin meanwhile waits a bounded time. What the daemon does
+//     not name afterwards is unmapped before the next Launch.
+//  6. A right that the caller gave up is ended at the daemon sooner or later, also when an answer is lost: unanswered ends
+//     are repeated at every heartbeat while the session lives.
 //
 // Threads: public members may be called from any thread; the event thread alone reads the socket.
 #pragma once
@@ -15,11 +19,10 @@
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -27,6 +30,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/mutex.h"
 #include "client/client.h"
 #include "proto/attach.h"
 #include "proto/errors.h"
@@ -72,6 +76,11 @@ class Session : public std::enable_shared_from_this<Session> {
   absl::StatusOr<uint64_t> lease_now(LeaseId lease) const;
   absl::StatusOr<uint64_t> forget_lease(LeaseId lease, bool& last);
 
+  // Ends a ticket, lease or ship of the present session, or one that was perhaps never granted: its id is spent either way.
+  // An end that is not answered is repeated later.
+  enum class Right : uint8_t { kTicket, kLease, kShip };
+  absl::Status end_right(Right right, uint64_t id, int64_t deadline_ms);
+
   // One RPC of needle.v1.Needle with the session's metadata and a deadline. Retried with the same ids while the daemon
   // cannot be reached and the deadline allows: every verb is idempotent.
   template <class Request, class Reply>
@@ -86,6 +95,11 @@ class Session : public std::enable_shared_from_this<Session> {
 
  private:
   enum class State { kLive, kRevoked, kLost, kClosed };
+  struct Ending {
+    Right right;
+    uint64_t id;
+    uint64_t rights;
+  };
   struct LeaseRow {
     std::vector<attach::PageRefWire> pages;
     uint64_t current = 0;
@@ -94,6 +108,8 @@ class Session : public std::enable_shared_from_this<Session> {
 
   explicit Session(const AttachOptions& options);
   absl::Status connect_and_hello(bool again);
+  bool pause_launches();               // true: none is open, and none begins until resume_launches()
+  void resume_launches();
   absl::Status receive_welcome(bool again, const std::vector<attach::PageRefWire>& held, uint64_t held_lease,
                                int64_t deadline_ns);
   absl::Status map_chunks(const attach::Chunks& chunks, const uint32_t* indices, std::vector<int>& fds);
@@ -102,6 +118,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void serve();                        // the event thread
   bool handle_datagram();              // false: the socket ended
   void finish_retirements();
+  void repeat_an_ending();
   void begin_revocation(const std::string& cause);
   absl::Status send(attach::Type type, const void* body, size_t size, uint32_t request);
   absl::Status call_until(const std::function<grpc::Status(v1::Needle::Stub&, grpc::ClientContext&)>& verb,
@@ -109,6 +126,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void log(LogLevel level, std::string_view event, const std::string& detail);
 
   const AttachOptions options_;
+  const uint64_t instance_ = random_id();
   ModelFormats formats_;
   std::array<PageLayout, 3> layouts_;
   std::array<Pool, 3> pools_;
@@ -121,28 +139,30 @@ class Session : public std::enable_shared_from_this<Session> {
   int64_t heartbeat_ms_ = 500;
   std::thread thread_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  State state_ = State::kLost;
-  std::string cause_;                              // of the last revocation or loss
-  uint64_t session_ = 0;
-  uint64_t incarnation_ = 0;
-  std::string secret_;
-  std::string node_;
-  std::string build_;
-  std::string target_;
-  std::shared_ptr<grpc::Channel> channel_;
-  std::map<uint64_t, LeaseRow> leases_;            // by the id the caller knows
-  uint64_t launch_next_ = 1;
-  std::multiset<uint64_t> launches_;               // open ones, by order of beginning
+  mutable Mutex mutex_;
+  Condition changed_;
+  State state_ ABSL_GUARDED_BY(mutex_) = State::kLost;
+  std::string cause_ ABSL_GUARDED_BY(mutex_);                              // of the last revocation or loss
+  uint64_t session_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::string secret_ ABSL_GUARDED_BY(mutex_);
+  std::string node_ ABSL_GUARDED_BY(mutex_);
+  std::string build_ ABSL_GUARDED_BY(mutex_);
+  std::string target_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<grpc::Channel> channel_ ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, LeaseRow> leases_ ABSL_GUARDED_BY(mutex_);            // by the id the caller knows
+  uint64_t launch_next_ ABSL_GUARDED_BY(mutex_) = 1;
+  std::multiset<uint64_t> launches_ ABSL_GUARDED_BY(mutex_);               // open ones, by order of beginning
   struct Retirement {
     uint32_t pool;
     uint32_t chunk;
     uint64_t after;  // launches below this must end first
   };
-  std::vector<Retirement> retirements_;
-  std::set<std::pair<uint32_t, uint32_t>> mapped_;  // (pool, chunk)
-  bool stopping_ = false;
+  std::vector<Retirement> retirements_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::pair<uint32_t, uint32_t>> mapped_ ABSL_GUARDED_BY(mutex_);  // (pool, chunk)
+  std::deque<Ending> endings_ ABSL_GUARDED_BY(mutex_);                      // asked for and not answered
+  bool pausing_ ABSL_GUARDED_BY(mutex_) = false;                           // a re-attach waits for launches, or is under way
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::atomic<uint64_t> rights_{0};
 };
 

@@ -35,7 +35,7 @@
 namespace needle::attach {
 
 inline constexpr uint32_t kMagic = 0x6C64654Eu;  // "Nedl"
-inline constexpr uint16_t kVersion = 1;
+inline constexpr uint16_t kVersion = 2;  // 2: Hello says who is asking and from which epoch its held pages are
 inline constexpr int kFdsPerMessageMax = 253;
 // One datagram. Holds the longest format texts (3 x 4 KiB) and some thousands of held pages; far below the kernel's
 // default socket buffer (208 KiB).
@@ -98,6 +98,9 @@ static_assert(sizeof(PageRefWire) == 16);
 // yours": for tools that adapt to the daemon. An engine always sends its own, and any difference is refused.
 struct Hello {
   uint64_t previous_session = 0;  // 0: a new process
+  uint64_t instance = 0;          // random, the same in each Hello of one attached client: a session whose Welcome was lost
+                                  // is known by it and ends
+  uint64_t held_epoch = 0;        // of the pools that the held pages are of, from the last Welcome; 0: nothing was held
   uint64_t held_lease = 0;        // the client's id for the lease over what it held
   uint32_t views = 0;
   uint32_t held_count = 0;
@@ -106,7 +109,7 @@ struct Hello {
   uint32_t name_bytes = 0;
   uint32_t reserved = 0;
 };
-static_assert(sizeof(Hello) == 40);
+static_assert(sizeof(Hello) == 56);
 
 struct PoolWire {
   uint32_t pool = 0;

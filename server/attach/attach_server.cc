@@ -84,7 +84,6 @@ struct AttachServer::Connection {
   SessionId session;
   uint32_t views = 0;
   size_t set = 0;
-  SessionId previous;
   std::deque<Outgoing> waiting;
   bool closing = false;  // close once `waiting` is empty
 };
@@ -112,7 +111,7 @@ absl::StatusOr<std::unique_ptr<AttachServer>> AttachServer::start(AttachOptions 
 
 AttachServer::~AttachServer() {
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     stopping_ = true;
   }
   const uint64_t one = 1;
@@ -130,7 +129,7 @@ void AttachServer::watch_fd(int fd, uint64_t tag, uint32_t events) {
 
 void AttachServer::run_on_thread(std::function<void()> work) {
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     work_.push_back(std::move(work));
   }
   const uint64_t one = 1;
@@ -161,7 +160,7 @@ void AttachServer::serve() {
     for (;;) {
       std::function<void()> work;
       {
-        std::lock_guard<std::mutex> hold(mutex_);
+        MutexLock hold(mutex_);
         if (stopping_) return;
         if (work_.empty()) break;
         work = std::move(work_.front());
@@ -330,11 +329,12 @@ void AttachServer::hello(Connection& connection, uint32_t request, attach::Reade
   connection.state = Connection::State::kAttaching;
   connection.views = body.views;
   connection.set = set;
-  connection.previous = SessionId(body.previous_session);
   attach.pool_set = sets_[set].name;
   attach.format = sets_[set].format;
   attach.process = connection.process.identity;
-  attach.previous = connection.previous;
+  attach.process.instance = body.instance;
+  attach.previous = SessionId(body.previous_session);
+  attach.held_epoch = Epoch(body.held_epoch);
   attach.held_lease = LeaseId(body.held_lease);
   (void)post_(Call<Attach>{std::move(attach), [this, key = connection.key, request, set, process = connection.process.identity,
                                                client](absl::StatusOr<Attach::Reply> reply) {
@@ -345,6 +345,13 @@ void AttachServer::hello(Connection& connection, uint32_t request, attach::Reade
 }
 
 void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::StatusOr<Attach::Reply> reply, ProcessIdentity process, std::string client) {
+  // What the process was before is over; the core has given all of that up in the same step.
+  for (SessionId earlier : reply.ok() ? reply->ended : std::vector<SessionId>()) {
+    const auto old = by_session_.find(earlier.value());
+    const auto old_connection = old == by_session_.end() ? connections_.end() : connections_.find(old->second);
+    if (old_connection != connections_.end()) old_connection->second->state = Connection::State::kEnded;
+    ended(earlier);
+  }
   const auto found = connections_.find(key);
   if (found == connections_.end()) {  // it left while the core was thinking; its pidfd waits under the same key
     const auto watched = watched_.find(key);
@@ -373,15 +380,6 @@ void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::St
     (void)post_(SessionLost{reply->session});
     (void)post_(Call<Acknowledge>{{reply->session}, [](absl::StatusOr<Nothing>) {}});  // it never got a mapping
     return refuse(!secret.ok() ? secret.status() : counters.status());
-  }
-  // What it was before is over; the core has given all of that up in the same step.
-  if (!connection.previous.is_none()) {
-    const auto old = by_session_.find(connection.previous.value());
-    if (old != by_session_.end()) {
-      const auto old_connection = connections_.find(old->second);
-      if (old_connection != connections_.end()) old_connection->second->state = Connection::State::kEnded;
-    }
-    ended(connection.previous);
   }
   connection.session = reply->session;
   connection.state = Connection::State::kAttached;

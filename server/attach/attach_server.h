@@ -19,7 +19,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,6 +26,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "proto/attach.h"
 #include "server/attach/process_watch.h"
 #include "server/attach/session_registry.h"
@@ -120,9 +120,9 @@ class AttachServer {
   FileDescriptor epoll_;
   FileDescriptor wake_;
   std::thread thread_;
-  std::mutex mutex_;
-  std::deque<std::function<void()>> work_;  // guarded by mutex_
-  bool stopping_ = false;                   // guarded by mutex_
+  Mutex mutex_;
+  std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
 
   // The server's thread only.
   uint64_t next_key_ = 16;

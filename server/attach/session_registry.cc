@@ -23,13 +23,13 @@ absl::StatusOr<SessionSecret> make_secret() {
 }
 
 void SessionRegistry::add(SessionEntry entry, const SessionSecret& secret, std::unique_ptr<SharedPage> counters) {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   const uint64_t key = entry.session.value();
   rows_.insert_or_assign(key, Row{std::move(entry), secret, std::move(counters)});
 }
 
 void SessionRegistry::remove(SessionId session) {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   const auto row = rows_.find(session.value());
   if (row == rows_.end()) return;
   if (row->second.counters != nullptr) add_counters(*row->second.counters, ended_);
@@ -40,7 +40,7 @@ absl::Status SessionRegistry::check(SessionId session, absl::string_view secret)
   SessionSecret wanted{};
   bool known = false;
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     const auto row = rows_.find(session.value());
     known = row != rows_.end();
     if (known) wanted = row->second.secret;
@@ -55,14 +55,14 @@ absl::Status SessionRegistry::check(SessionId session, absl::string_view secret)
 }
 
 std::vector<SessionEntry> SessionRegistry::entries() const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   std::vector<SessionEntry> entries;
   for (const auto& [key, row] : rows_) entries.push_back(row.entry);
   return entries;
 }
 
 SessionEntry SessionRegistry::entry(SessionId session) const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   const auto row = rows_.find(session.value());
   return row == rows_.end() ? SessionEntry{} : row->second.entry;
 }
@@ -87,7 +87,7 @@ void SessionRegistry::add_counters(const SharedPage& page, ReadTotals& totals) {
 }
 
 ReadTotals SessionRegistry::read_totals() const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   ReadTotals totals = ended_;
   for (const auto& [key, row] : rows_) {
     if (row.counters != nullptr) add_counters(*row.counters, totals);

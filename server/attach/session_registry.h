@@ -13,13 +13,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/ids.h"
+#include "base/mutex.h"
 #include "proto/attach.h"
 #include "proto/read_counters.h"
 #include "server/memory/host_memory.h"
@@ -67,9 +67,9 @@ class SessionRegistry {
   };
   static void add_counters(const SharedPage& page, ReadTotals& totals);
 
-  mutable std::mutex mutex_;
-  std::map<uint64_t, Row> rows_;  // guarded by mutex_
-  ReadTotals ended_;              // guarded by mutex_
+  mutable Mutex mutex_;
+  std::map<uint64_t, Row> rows_ ABSL_GUARDED_BY(mutex_);
+  ReadTotals ended_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace needle::server

@@ -396,7 +396,7 @@ TEST_F(AttachTest, another_version_is_told_which_one_is_spoken) {
   Client client(folder_);
   client.say(attach::Type::kHello, 1, "", 9);
   ASSERT_EQ(client.hear().type, attach::Type::kAnswer);
-  EXPECT_THAT(client.text_after(sizeof(attach::Answer)), AllOf(HasSubstr("version 9"), HasSubstr("speaks 1")));
+  EXPECT_THAT(client.text_after(sizeof(attach::Answer)), AllOf(HasSubstr("version 9"), HasSubstr("speaks 2")));
 }
 
 TEST_F(AttachTest, connections_beyond_the_limit_are_told_to_come_back) {
