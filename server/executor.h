@@ -4,12 +4,11 @@
 //  1. Work is run in the order in which it was given; everything given before stop() is run before stop() returns.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <thread>
 
 #include "absl/functional/any_invocable.h"
+#include "base/mutex.h"
 
 namespace needle::server {
 
@@ -24,7 +23,7 @@ class Executor {
 
   void run(Work work) {
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       work_.push_back(std::move(work));
     }
     wake_.notify_one();
@@ -32,7 +31,7 @@ class Executor {
 
   void stop() {
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       stopping_ = true;
     }
     wake_.notify_one();
@@ -41,22 +40,23 @@ class Executor {
 
  private:
   void serve() {
-    std::unique_lock<std::mutex> hold(mutex_);
     for (;;) {
-      wake_.wait(hold, [this] { return stopping_ || !work_.empty(); });
-      if (work_.empty()) return;
-      Work work = std::move(work_.front());
-      work_.pop_front();
-      hold.unlock();
+      Work work;
+      {
+        MutexLock hold(mutex_);
+        while (!stopping_ && work_.empty()) wake_.wait(mutex_);
+        if (work_.empty()) return;
+        work = std::move(work_.front());
+        work_.pop_front();
+      }
       std::move(work)();
-      hold.lock();
     }
   }
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<Work> work_;  // guarded by mutex_; bounded by the loop's own queue, whose answers these are
-  bool stopping_ = false;  // guarded by mutex_
+  Mutex mutex_;
+  Condition wake_;
+  std::deque<Work> work_ ABSL_GUARDED_BY(mutex_);  // bounded by the loop's own queue, whose answers these are
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;     // last: it uses all of the above
 };
 

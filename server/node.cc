@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/units.h"
 #include "kernels/checksum_pages.h"
 #include "kernels/cpu_isa.h"
@@ -40,29 +41,29 @@ namespace {
 class LoopDoor {
  public:
   absl::Status post(Message message) {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     if (loop_ != nullptr) return loop_->post(std::move(message));
     if (closed_) return make_error(ErrorCode::kStopping, "the daemon has stopped");
     early_.push_back(std::move(message));
     return absl::OkStatus();
   }
   void open(Loop& loop) {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     loop_ = &loop;
     for (Message& message : early_) (void)loop.post(std::move(message));
     early_.clear();
   }
   void close() {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     loop_ = nullptr;
     closed_ = true;
   }
 
  private:
-  std::mutex mutex_;  // held across Loop::post, which locks its queue alone
-  Loop* loop_ = nullptr;         // guarded by mutex_
-  bool closed_ = false;          // guarded by mutex_
-  std::vector<Message> early_;   // guarded by mutex_
+  Mutex mutex_;  // held across Loop::post, which locks its queue alone
+  Loop* loop_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<Message> early_ ABSL_GUARDED_BY(mutex_);
 };
 
 uint64_t random_number() {
@@ -125,7 +126,7 @@ class Node::Impl final : public Outbox {
         memory, plan_.shapes, store_, kept, available_memory_bytes,
         [this](PoolId pool, ChunkIndex chunk, absl::Status status) {
           {
-            std::lock_guard<std::mutex> hold(mutex_);
+            MutexLock hold(mutex_);
             if (!status.ok() && first_memory_failure_.ok()) first_memory_failure_ = status;
           }
           (void)door_.post(ChunkAllocated{pool, chunk, std::move(status)});
@@ -355,7 +356,7 @@ class Node::Impl final : public Outbox {
   }
 
   absl::Status memory_failure() {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     return first_memory_failure_;
   }
 
@@ -470,8 +471,8 @@ class Node::Impl final : public Outbox {
   int64_t started_ns_ = 0;
   std::atomic<bool> draining_{false};
   bool stopped_ = false;
-  std::mutex mutex_;
-  absl::Status first_memory_failure_;  // guarded by mutex_
+  Mutex mutex_;
+  absl::Status first_memory_failure_ ABSL_GUARDED_BY(mutex_);
   std::string transport_address_;
   std::string transport_absence_;
 

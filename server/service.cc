@@ -7,13 +7,12 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <map>
-#include <mutex>
 #include <thread>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/mutex.h"
 #include "base/units.h"
 #include "kernels/format_set.h"
 #include "proto/attach.h"
@@ -82,10 +81,14 @@ class Service::Impl {
     if (server_ == nullptr) return;
     // A wait for a ship may last minutes: what is still open at the deadline is answered here, or Shutdown would wait for it.
     std::thread cutter([this, deadline_ms] {
-      std::unique_lock<std::mutex> hold(mutex_);
-      const bool all_landed = landed_.wait_for(hold, std::chrono::milliseconds(deadline_ms), [this] { return open_.empty(); });
-      hold.unlock();
-      if (!all_landed) executor_.run([this] { cut_off(); });
+      const Condition::Time until = std::chrono::steady_clock::now() + std::chrono::milliseconds(deadline_ms);
+      {
+        MutexLock hold(mutex_);
+        while (!open_.empty() && landed_.wait_until(mutex_, until)) {
+        }
+        if (open_.empty()) return;
+      }
+      executor_.run([this] { cut_off(); });
     });
     server_->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(deadline_ms + 1000));
     cutter.join();
@@ -114,20 +117,20 @@ class Service::Impl {
   };
 
   Flight depart(CallbackServerContext* context, Verb verb) {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     const Flight flight{next_flight_++, context, context->DefaultReactor(), verb, doors_.clock.now_ns(), 0};
     open_.emplace(flight.id, flight);
     return flight;
   }
 
   bool is_open(const Flight& flight) {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     return open_.count(flight.id) > 0;
   }
 
   void land(const Flight& flight, const absl::Status& status) {
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       if (open_.erase(flight.id) == 0) return;  // cut off before
       if (open_.empty()) landed_.notify_all();
     }
@@ -136,10 +139,10 @@ class Service::Impl {
   }
 
   void cut_off() {
-    std::lock_guard<std::mutex> reading(read_mutex_);  // no read is writing into a reply meanwhile
+    MutexLock reading(read_mutex_);  // no read is writing into a reply meanwhile
     std::map<uint64_t, Flight> left;
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       left = open_;
     }
     for (const auto& [id, flight] : left) land(flight, make_error(ErrorCode::kStopping, "this daemon stops; what it was asked for did not end in time"));
@@ -219,7 +222,7 @@ class Service::Impl {
     const auto finish = [this, flight, session = *session, set_id = (*set)->set, request, reply, read](PageTable table, LeaseId lease, bool release) {
       absl::Status read_status;
       {
-        std::lock_guard<std::mutex> reading(read_mutex_);
+        MutexLock reading(read_mutex_);
         if (!is_open(flight)) return;
         read_status = read(*doors_.reads, table, set_id, *request, *reply);
       }
@@ -780,13 +783,13 @@ class Service::Impl {
 
   const ServiceOptions options_;
   ServiceDoors doors_;
-  std::mutex mutex_;
-  std::condition_variable landed_;
-  std::map<uint64_t, Flight> open_;                            // guarded by mutex_
-  uint64_t next_flight_ = 1;                                   // guarded by mutex_
+  Mutex mutex_;
+  Condition landed_;
+  std::map<uint64_t, Flight> open_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_flight_ ABSL_GUARDED_BY(mutex_) = 1;
   std::atomic<uint64_t> next_read_lease_{uint64_t{1} << 63};   // apart from callers' random ids, which repeat never in practice
   Executor executor_;
-  std::mutex read_mutex_;    // held while a read writes its reply
+  Mutex read_mutex_;    // held while a read writes its reply
   Executor read_executor_;   // reads take milliseconds; other verbs' answers don't wait for them
   NeedleService needle_;
   OperatorService operator_;

@@ -4,12 +4,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <map>
-#include <mutex>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "base/mutex.h"
 #include "base/units.h"
 #include "kernels/format_set.h"
 #include "proto/errors.h"
@@ -38,12 +37,13 @@ class PeerDirectory::Impl {
       : self_(std::move(self)), hello_ms_(hello_ms), on_peer_(std::move(on_peer)), post_(std::move(post)), clock_(clock), log_(log) {}
 
   ~Impl() {
-    std::unique_lock<std::mutex> hold(mutex_);
-    stopping_ = true;
-    wake_.notify_all();
-    for (grpc::ClientContext* context : contexts_) context->TryCancel();
-    wake_.wait(hold, [this] { return contexts_.empty(); });
-    hold.unlock();
+    {
+      MutexLock hold(mutex_);
+      stopping_ = true;
+      wake_.notify_all();
+      for (grpc::ClientContext* context : contexts_) context->TryCancel();
+      while (!contexts_.empty()) wake_.wait(mutex_);
+    }
     if (thread_.joinable()) thread_.join();
   }
 
@@ -51,23 +51,25 @@ class PeerDirectory::Impl {
     absl::StatusOr<PeerName> parsed = parse_peer(absl::StrCat(name, "=", address));
     if (!parsed.ok()) return parsed.status();
     if (name == self_.name) return make_error(ErrorCode::kInvalid, absl::StrCat("'", name, "' is this daemon's own name; give one of the two another --name"));
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     return enter(name, address, true);
   }
 
   void start() {
     thread_ = std::thread([this] {
-      std::unique_lock<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       while (!stopping_) {
         for (auto& [name, peer] : peers_) say_hello(peer);
-        wake_.wait_for(hold, std::chrono::milliseconds(hello_ms_), [this] { return stopping_; });
+        const Condition::Time until = std::chrono::steady_clock::now() + std::chrono::milliseconds(hello_ms_);
+        while (!stopping_ && wake_.wait_until(mutex_, until)) {
+        }
         note_silence();
       }
     });
   }
 
   absl::StatusOr<NodeId> find(const std::string& name) const {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     const auto peer = peers_.find(name);
     if (peer != peers_.end()) return peer->second.node;
     std::string known;
@@ -77,7 +79,7 @@ class PeerDirectory::Impl {
   }
 
   absl::Status check_format(NodeId node, const std::string& pool_set) const {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     const Peer* peer = by_node(node);
     if (peer == nullptr || peer->incarnation.is_none()) return absl::OkStatus();  // not heard of yet: the ship's first ask will tell
     for (const PeerPoolSet& ours : self_.sets) {
@@ -93,7 +95,7 @@ class PeerDirectory::Impl {
   }
 
   std::vector<PeerRow> rows() const {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     std::vector<PeerRow> rows;
     const int64_t now = clock_.now_ns();
     for (const auto& [name, peer] : peers_) {
@@ -114,7 +116,7 @@ class PeerDirectory::Impl {
   }
 
   void send(NodeId node, const PeerMessage& message) {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     Peer* peer = by_node(node);
     if (peer == nullptr || stopping_ || peer->sends >= kSendsMax) {
       if (peer != nullptr) ++peer->dropped;
@@ -127,7 +129,7 @@ class PeerDirectory::Impl {
     contexts_.push_back(&call->context);
     ++peer->sends;
     peer->stub->async()->Deliver(&call->context, request, &call->reply, [this, call, request, node](const grpc::Status& status) {
-      std::lock_guard<std::mutex> hold_in_callback(mutex_);
+      MutexLock hold_in_callback(mutex_);
       finish(&call->context);
       if (Peer* found = by_node(node)) {
         --found->sends;
@@ -140,7 +142,7 @@ class PeerDirectory::Impl {
 
   absl::Status on_hello(const v1::HelloMessage& theirs, v1::HelloMessage& ours) {
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       fill(ours);
     }
     if (theirs.version() != kHelloVersion) {
@@ -151,7 +153,7 @@ class PeerDirectory::Impl {
     }
     absl::StatusOr<PeerName> parsed = parse_peer(absl::StrCat(theirs.node(), "=", theirs.address()));
     if (!parsed.ok()) return parsed.status();
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     if (absl::Status status = enter(parsed->name, parsed->address, false); !status.ok()) return status;
     heard(peers_.at(parsed->name), theirs);
     return absl::OkStatus();
@@ -161,7 +163,7 @@ class PeerDirectory::Impl {
     absl::StatusOr<PeerMessage> message = wire::message_of(envelope);
     if (!message.ok()) return message.status();
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       const auto peer = peers_.find(envelope.from());
       if (peer == peers_.end() || peer->second.incarnation.is_none()) {
         return make_error(ErrorCode::kNotFound, absl::StrCat("'", envelope.from().substr(0, 64), "' has not said hello to this daemon yet"));
@@ -195,16 +197,16 @@ class PeerDirectory::Impl {
     uint64_t dropped = 0;
   };
 
-  Peer* by_node(NodeId node) {
+  Peer* by_node(NodeId node) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     for (auto& [name, peer] : peers_) {
       if (peer.node == node) return &peer;
     }
     return nullptr;
   }
-  const Peer* by_node(NodeId node) const { return const_cast<Impl*>(this)->by_node(node); }
+  const Peer* by_node(NodeId node) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return const_cast<Impl*>(this)->by_node(node); }
 
-  // With mutex_ held. A listed address stays when the peer announces another one.
-  absl::Status enter(const std::string& name, const std::string& address, bool listed) {
+  // A listed address stays when the peer announces another one.
+  absl::Status enter(const std::string& name, const std::string& address, bool listed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     auto found = peers_.find(name);
     if (found == peers_.end()) {
       if (peers_.size() >= kPeersMax) return make_error(ErrorCode::kBusy, absl::StrCat("there are ", peers_.size(), " peers, the limit"), 1000);
@@ -246,8 +248,8 @@ class PeerDirectory::Impl {
     }
   }
 
-  // With mutex_ held, so that on_peer_ has returned before a message of that incarnation gets through.
-  void heard(Peer& peer, const v1::HelloMessage& theirs) {
+  // Under the lock, so that on_peer_ has returned before a message of that incarnation gets through.
+  void heard(Peer& peer, const v1::HelloMessage& theirs) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const Incarnation incarnation(theirs.incarnation());
     if (incarnation != peer.incarnation || theirs.transport_address() != peer.transport_address) {
       on_peer_({peer.node, peer.name, incarnation, theirs.transport(), theirs.transport_address()});
@@ -268,8 +270,7 @@ class PeerDirectory::Impl {
     }
   }
 
-  // With mutex_ held.
-  void say_hello(Peer& peer) {
+  void say_hello(Peer& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (peer.hello_under_way || stopping_) return;
     auto* call = new PendingCall<v1::HelloMessage>;
     auto* request = new v1::HelloMessage;
@@ -279,7 +280,7 @@ class PeerDirectory::Impl {
     peer.hello_under_way = true;
     peer.stub->async()->Hello(&call->context, request, &call->reply, [this, call, request, name = peer.name](const grpc::Status& status) {
       {
-        std::lock_guard<std::mutex> hold(mutex_);
+        MutexLock hold(mutex_);
         Peer& found = peers_.at(name);
         found.hello_under_way = false;
         if (status.ok() && call->reply.node() == name) {
@@ -299,14 +300,12 @@ class PeerDirectory::Impl {
     });
   }
 
-  // With mutex_ held.
-  void finish(grpc::ClientContext* context) {
+  void finish(grpc::ClientContext* context) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     contexts_.erase(std::find(contexts_.begin(), contexts_.end(), context));
     if (contexts_.empty()) wake_.notify_all();
   }
 
-  // With mutex_ held.
-  void note_silence() {
+  void note_silence() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const int64_t now = clock_.now_ns();
     for (auto& [name, peer] : peers_) {
       if (peer.state != PeerState::kUp || now - peer.heard_ns <= kSilentHellos * hello_ms_ * kNanosPerMilli) continue;
@@ -321,11 +320,11 @@ class PeerDirectory::Impl {
   const Post post_;
   Clock& clock_;
   Log& log_;
-  mutable std::mutex mutex_;
-  std::condition_variable wake_;
-  std::map<std::string, Peer> peers_;            // guarded by mutex_
-  std::vector<grpc::ClientContext*> contexts_;   // guarded by mutex_: calls under way
-  bool stopping_ = false;                        // guarded by mutex_
+  mutable Mutex mutex_;
+  Condition wake_;
+  std::map<std::string, Peer> peers_ ABSL_GUARDED_BY(mutex_);
+  std::vector<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mutex_);  // calls under way
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

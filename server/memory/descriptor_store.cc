@@ -49,7 +49,7 @@ bool SystemdStore::send(const std::string& text, int fd) const {
 void SystemdStore::keep(const std::string& name, int fd) {
   // A name may hold several descriptors there; the last one kept shall win.
   const bool sent = send(absl::StrCat("FDSTOREREMOVE=1\nFDNAME=", name), -1) && send(absl::StrCat("FDSTORE=1\nFDNAME=", name), fd);
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   if (!sent && healthy_) log_.write(LogLevel::kWarning, "keeper_lost", {{"store", "systemd"}, {"name", name}});
   healthy_ = healthy_ && sent;
 }
@@ -59,7 +59,7 @@ void SystemdStore::drop(const std::string& name) { send(absl::StrCat("FDSTOREREM
 std::vector<KeptDescriptor> SystemdStore::take_kept() { return std::move(kept_); }
 
 bool SystemdStore::healthy() const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   return healthy_;
 }
 
@@ -94,21 +94,21 @@ void KeeperStore::failed(const char* what, const std::string& name) {
 
 void KeeperStore::keep(const std::string& name, int fd) {
   const KeeperMessage message = keeper_message(KeeperVerb::kPut, name);
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   const std::span<const int> fds(&fd, 1);
   if (send_datagram(socket_.get(), std::as_bytes(std::span(&message, 1)), fds, true) != SendResult::kSent) failed("put", name);
 }
 
 void KeeperStore::drop(const std::string& name) {
   const KeeperMessage message = keeper_message(KeeperVerb::kDrop, name);
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   if (send_datagram(socket_.get(), std::as_bytes(std::span(&message, 1)), {}, true) != SendResult::kSent) failed("drop", name);
 }
 
 std::vector<KeptDescriptor> KeeperStore::take_kept() {
   const KeeperMessage ask = keeper_message(KeeperVerb::kList, "");
   std::vector<KeptDescriptor> kept;
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   if (send_datagram(socket_.get(), std::as_bytes(std::span(&ask, 1)), {}, true) != SendResult::kSent) {
     failed("list", "");
     return kept;
@@ -130,7 +130,7 @@ std::vector<KeptDescriptor> KeeperStore::take_kept() {
 }
 
 bool KeeperStore::healthy() const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   return healthy_;
 }
 

@@ -13,13 +13,13 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "server/memory/file_descriptor.h"
 
 namespace needle::server {
@@ -70,8 +70,8 @@ class SystemdStore final : public DescriptorStore {
   const std::string socket_;
   std::vector<KeptDescriptor> kept_;
   Log& log_;
-  mutable std::mutex mutex_;
-  bool healthy_ = true;  // guarded by mutex_
+  mutable Mutex mutex_;
+  bool healthy_ ABSL_GUARDED_BY(mutex_) = true;
 };
 
 // A client of `needled --keeper` (keeper.h).
@@ -87,13 +87,13 @@ class KeeperStore final : public DescriptorStore {
 
  private:
   KeeperStore(std::string path, FileDescriptor socket, Log& log) : path_(std::move(path)), log_(log), socket_(std::move(socket)) {}
-  void failed(const char* what, const std::string& name);
+  void failed(const char* what, const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::string path_;
   Log& log_;
-  mutable std::mutex mutex_;
-  FileDescriptor socket_;  // guarded by mutex_
-  bool healthy_ = true;    // guarded by mutex_
+  mutable Mutex mutex_;
+  FileDescriptor socket_ ABSL_GUARDED_BY(mutex_);
+  bool healthy_ ABSL_GUARDED_BY(mutex_) = true;
 };
 
 }  // namespace needle::server

@@ -151,7 +151,7 @@ absl::StatusOr<std::unique_ptr<HostMemory>> HostMemory::create(const HostMemoryO
 
 HostMemory::~HostMemory() {
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     stopping_ = true;
   }
   wake_.notify_all();
@@ -184,7 +184,7 @@ bool HostMemory::adopt(PoolId pool, ChunkIndex chunk, FileDescriptor fd) {
 bool HostMemory::chunk_present(PoolId pool, ChunkIndex chunk) const { return files(pool, chunk) != nullptr; }
 
 std::shared_ptr<const ChunkFiles> HostMemory::files(PoolId pool, ChunkIndex chunk) const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   if (pool.value() >= pools_.size() || chunk.value() >= pools_[pool.value()].chunks.size()) return nullptr;
   return pools_[pool.value()].chunks[chunk.value()];
 }
@@ -193,7 +193,7 @@ void HostMemory::allocate_chunk(PoolId pool, ChunkIndex chunk, int64_t bytes) {
   NEEDLE_CHECK(pool.value() < pools_.size() && chunk.value() < pools_[pool.value()].chunks.size(), "a chunk outside the reserved range");
   NEEDLE_CHECK(bytes == pools_[pool.value()].shape.chunk_bytes, "chunks of a pool have one size");
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     work_.push_back({pool, chunk, false});
   }
   wake_.notify_one();
@@ -201,7 +201,7 @@ void HostMemory::allocate_chunk(PoolId pool, ChunkIndex chunk, int64_t bytes) {
 
 void HostMemory::free_chunk(PoolId pool, ChunkIndex chunk) {
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     pools_[pool.value()].chunks[chunk.value()] = nullptr;  // absent for everybody from now on
     work_.push_back({pool, chunk, true});
   }
@@ -212,9 +212,9 @@ void HostMemory::serve() {
   for (;;) {
     Work work;
     {
-      std::unique_lock<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       busy_ = false;
-      wake_.wait(hold, [this] { return stopping_ || !work_.empty(); });
+      while (!stopping_ && work_.empty()) wake_.wait(mutex_);
       if (stopping_) return;
       work = work_.front();
       work_.pop_front();
@@ -229,7 +229,7 @@ void HostMemory::serve() {
     absl::StatusOr<std::shared_ptr<ChunkFiles>> made = make_chunk(place, work.chunk);
     if (made.ok()) {
       store_.keep(chunk_name(work.pool, work.chunk), (*made)->read_write.get());
-      std::lock_guard<std::mutex> hold(mutex_);
+      MutexLock hold(mutex_);
       place.chunks[work.chunk.value()] = *std::move(made);
     } else {
       log_.write(LogLevel::kError, "chunk_allocation_failed", {{"pool", absl::StrCat(work.pool.value())}, {"chunk", absl::StrCat(work.chunk.value())},
@@ -327,12 +327,12 @@ void HostMemory::unmap_chunk(const Place& place, ChunkIndex chunk) {
 }
 
 bool HostMemory::idle() const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   return work_.empty() && !busy_;
 }
 
 int64_t HostMemory::chunks_with(PageBacking backing) const {
-  std::lock_guard<std::mutex> hold(mutex_);
+  MutexLock hold(mutex_);
   int64_t count = 0;
   for (const Place& place : pools_) {
     for (const auto& files : place.chunks) count += files != nullptr && files->backing == backing ? 1 : 0;
@@ -343,7 +343,7 @@ int64_t HostMemory::chunks_with(PageBacking backing) const {
 void HostMemory::keep_all() const {
   std::vector<std::pair<std::string, std::shared_ptr<const ChunkFiles>>> all;
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    MutexLock hold(mutex_);
     for (size_t pool = 0; pool < pools_.size(); ++pool) {
       for (size_t chunk = 0; chunk < pools_[pool].chunks.size(); ++chunk) {
         if (pools_[pool].chunks[chunk] == nullptr) continue;

@@ -16,12 +16,10 @@
 // Huge pages: reserved 2 MiB pages first, then transparent ones, then plain; what was had is counted and said.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,6 +27,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "server/memory/descriptor_store.h"
 #include "server/memory/file_descriptor.h"
 #include "server/pool/memory.h"
@@ -85,7 +84,7 @@ class HostMemory final : public Memory {
   struct Place {
     PoolShape shape;
     std::byte* base = nullptr;
-    std::vector<std::shared_ptr<const ChunkFiles>> chunks;  // guarded by mutex_
+    std::vector<std::shared_ptr<const ChunkFiles>> chunks;  // guarded by mutex_, which a member of a member cannot name
   };
   struct Work {
     PoolId pool;
@@ -107,11 +106,11 @@ class HostMemory final : public Memory {
   const Answer answer_;
   Log& log_;
   std::vector<Place> pools_;  // shapes and bases are fixed after create()
-  mutable std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<Work> work_;   // guarded by mutex_
-  bool busy_ = false;       // guarded by mutex_: the thread has work in hand
-  bool stopping_ = false;   // guarded by mutex_
+  mutable Mutex mutex_;
+  Condition wake_;
+  std::deque<Work> work_ ABSL_GUARDED_BY(mutex_);
+  bool busy_ ABSL_GUARDED_BY(mutex_) = false;  // the thread has work in hand
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   bool fell_back_ = false;  // the fall-back was logged; the memory's thread only
   std::thread thread_;
 };
