@@ -17,7 +17,9 @@ constexpr int64_t kOperations = 500;
 void run_shard(int shard) {
   const int64_t seeds = needle::testing::count_of("sim_seeds");
   Totals totals;
+  int64_t runs = 0;
   for (int64_t seed = 1 + shard; seed <= seeds; seed += kShards) {
+    ++runs;
     World world(static_cast<uint64_t>(seed), Faults(), kOperations, false);
     try {
       world.begin();
@@ -26,8 +28,9 @@ void run_shard(int shard) {
       FAIL() << "seed " << seed << ": " << violation.what << "\nreplay: ./dev sim --seed " << seed;
     }
   }
-  std::printf("%lld operations, %lld steps, %lld pages verified, %lld kills at a metadata write, 0 violations\n",
-              static_cast<long long>(totals.operations), static_cast<long long>(totals.steps),
+  EXPECT_GE(totals.operations, runs * kOperations) << "runs ended before they had done their work";
+  std::printf("%lld runs: %lld operations under faults, %lld steps, %lld pages verified, %lld kills at a metadata write, 0 violations\n",
+              static_cast<long long>(runs), static_cast<long long>(totals.operations), static_cast<long long>(totals.steps),
               static_cast<long long>(totals.pages_verified), static_cast<long long>(totals.kills_at_write));
 }
 

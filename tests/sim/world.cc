@@ -299,6 +299,7 @@ void World::start_daemon(Node& node) {
   node.while_stopped.clear();
   node.tick_at_ns = -1;
   note("daemon " + std::to_string(node.id.value()) + " starts");
+  if (!healing_ && faults_.kill_daemon && rng_.chance(0.15)) node.metadata.kill_after(rng_.between(0, 12));
   node.transport = std::make_unique<SimTransport>(*fabric_, node.id, Incarnation(node.life), one_sided_, node.rng.between(1, 3));
   try {
     absl::StatusOr<std::unique_ptr<Core>> core =
@@ -532,6 +533,7 @@ void World::cause_faults() {
     case 11:
       if (!faults_.clock || !rng_.chance(0.4)) break;
       node.clock_ahead_ns += rng_.between(1, 3'000) * kMs;
+      if (rng_.chance(0.3)) node.clock_ahead_ns = rng_.between(0, node.clock_ahead_ns);  // back, by up to all it was ahead
       note("the clock of node " + std::to_string(node.id.value()) + " jumps");
       deliver(node, Tick{});
       break;

@@ -44,19 +44,19 @@ struct Faults {
   bool loss = true;          // messages lost, doubled, late, out of order
   bool partition = true;     // one-way and both ways
   bool slow = true;          // receivers that take long
-  bool kill_daemon = true;   // also at any metadata write, torn
+  bool kill_daemon = true;   // also at any metadata write, torn, those of its start included
   bool stop_daemon = true;
   bool kill_client = true;
   bool stop_client = true;   // and wake late
   bool memory = true;        // allocation and registration failures
-  bool clock = true;         // forward jumps
+  bool clock = true;         // jumps, forward and back
   bool corrupt = true;       // a byte flipped on the way
 
   static const std::vector<std::pair<std::string, bool Faults::*>>& table();
 };
 
 struct Totals {
-  int64_t operations = 0;  // requests that a daemon answered to a client or operator
+  int64_t operations = 0;  // requests that a daemon answered to a client or operator while faults struck; no heartbeats
   int64_t steps = 0;       // messages that a daemon handled
   int64_t pages_verified = 0;
   int64_t kills_at_write = 0;
@@ -249,7 +249,7 @@ void World::deliver_call(Node& node, const Request& request,
   const auto first = std::make_shared<absl::Status>(absl::UnknownError("not answered"));
   deliver(node, Call<Request>{request, [this, done, first](absl::StatusOr<typename Request::Reply> reply) {
                                 *first = reply.status();
-                                ++totals_.operations;
+                                if (!healing_ && !std::is_same_v<Request, Heartbeat>) ++totals_.operations;
                                 done(reply);
                               }});
   if constexpr (kRepeatable<Request>) {
