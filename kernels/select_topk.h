@@ -6,7 +6,8 @@
 //
 // What must stay true:
 //  1. Exact and reproducible: given the same scores, the same answer bit for bit on any twin, device, grid, split or
-//     merge of shards. A full candidate buffer never drops an entry: it re-scans, and counts it in report->fallbacks.
+//     merge of shards. A full candidate buffer never drops an entry; what is done instead is counted in
+//     report->fallbacks.
 //  2. count = min(k, entries that are not absent). Valid members come first (ascending by position, or in the total
 //     order on request), then -1 up to out_stride.
 //  3. length <= k: every entry that is not absent is taken; scores are still read, to skip absent ones and count NaN.
@@ -50,8 +51,8 @@ struct SelectTopkArgs {
   // [rows, out_stride] page x slots_per_page + offset, -1 padded; may be null. A member whose page names nothing
   // although its score is a number (scores made elsewhere) keeps its place with slot -1, counted as absent.
   int32_t* slots = nullptr;
-  float* out_scores =
-      nullptr;  // [rows, out_stride] of the members, NaN canonical, -0 as +0, padded with -inf; may be null
+  // [rows, out_stride] of the members, NaN canonical, -0 as +0, padded with -inf; may be null
+  float* out_scores = nullptr;
   int32_t* counts = nullptr;  // [rows] valid members
   int64_t out_stride = 0;     // >= k; engines want a multiple of 64
   // nan_scores: NaN entries inside the lengths. absent_entries: entries scored as absent. May be null.

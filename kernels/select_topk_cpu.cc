@@ -1,18 +1,22 @@
 // select_topk, merge_topk and list_slots on the CPU.
 //
-// How a long row is selected: a strided, jittered sample guesses a threshold that about k entries and a margin reach;
-// one pass over the row keeps those that reach it; the kept ones are reduced to k exactly. A guess can be wrong and
-// the answer cannot:
-//  1. Entries are compared as score_order_bits, integers, so denormals, both zeros and NaN have their exact order
-//     whatever the floating-point mode.
+// How a long row is selected: one pass makes the maximum of every small column of the row. The k-th largest of those is
+// reached by k different entries at least, so no entry below it can be among the k best. A second look at the blocks
+// that hold such a maximum, a quarter of an ordinary row, keeps the entries that reach it, little more than k, and a
+// bisection over their scores leaves k.
+//
+// What must stay true:
+//  1. Entries are ordered by score_order_bits, integers. What is done on scores, maxima and comparisons, runs with
+//     denormals on, whatever the mode of the calling thread.
 //  2. Kept entries stand in order of position, and every reduction is stable, so of equal scores the lower positions
-//     stay. After a reduction only strictly higher scores can still enter: later entries of the same score have lost.
-//  3. A guess that fewer than k entries reach is seen by the count, and a lower one is tried. A buffer that fills is
-//     reduced, never cut; when reductions cost more than they are worth (an order made against the sample),
-//     histograms over digits of the order bits find the k-th score and one last pass collects. Each is counted in
-//     report->fallbacks.
-//  4. Nothing is allocated; each worker uses its own piece of the caller's scratch.
+//     stay. After a reduction among equals only strictly higher scores can still enter: later equals have lost.
+//  3. A buffer that fills is reduced, never cut. Between reductions a threshold only rises. Columns whose maximum is
+//     above the threshold number fewer than k, so an order of the row made on purpose costs a few reductions.
+//  4. A column without a number proves nothing. Where fewer than k columns have one above -inf, every entry is kept and
+//     reduced as the buffer fills; counted in report->fallbacks.
+//  5. Nothing is allocated; each worker uses its own piece of the caller's scratch.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -24,34 +28,29 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define NEEDLE_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define NEEDLE_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#define NEEDLE_TARGET_AVX2 __attribute__((target("avx2,fma,f16c,popcnt")))
+#define NEEDLE_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,popcnt")))
 #endif
 
 namespace needle {
 namespace {
 
-// A row is scanned in blocks of this many scores: 8 KiB, so that the second look at a block finds it in L1.
+// The kept entries are looked at for a full buffer every so many scores.
 constexpr int64_t kBlock = 2048;
-// Scores whose kept ones are looked for together: flagged as a group first, without a branch each.
-constexpr int64_t kGroup = 32;
 // Vector twins store whole registers and advance by what they kept.
 constexpr int64_t kStorePad = 16;
-
-// Rows up to this length are reduced whole: sampling them would cost as much.
+// Rows up to this length are kept and reduced whole: finding a threshold first would cost as much.
 constexpr int64_t kWholeRowMax = 4096;
-constexpr int64_t kSampleMin = 1024;
-constexpr int64_t kSampleMax = 8192;
 
-// Stands for "absent" where order bits are made for a whole run: above those of +inf, and so of every score.
-constexpr uint32_t kAbsentKey = 0xFFFFFFFFu;
+// Columns of a block are kLanes wide and `depth` scores deep. Deeper columns are fewer to store and to look through,
+// but a block with one good entry is read again whole.
+constexpr int64_t kDepthUsual = 8;
+constexpr int64_t kColumnsMax = 32768;  // of a row; longer rows have deeper columns. 128 KiB of scratch.
+constexpr int64_t kLanesMax = 16;
+
 constexpr uint32_t kInfinityKey = 0xFF800000u;
 constexpr uint32_t kLowestNumberKey = 0x007FFFFFu;  // -inf
-constexpr uint32_t kZeroKey = 0x80000000u;
 static_assert(score_order_bits(0x7F800000u) == kInfinityKey && score_order_bits(0xFF800000u) == kLowestNumberKey);
-
-constexpr int kReduceBins = 1024;
-constexpr int kDigitBins = 2048;
 
 constexpr float kScorePadding = -std::numeric_limits<float>::infinity();
 
@@ -73,62 +72,106 @@ uint32_t load_bits(const float* score) {
   return bits;
 }
 
-uint32_t key_or_absent(uint32_t bits) {
-  return bits == kAbsentScoreBits ? kAbsentKey : score_order_bits(bits);
-}
+// A row cut into `count` blocks of `lanes` columns, and a tail that is shorter than a block. Blocks are taken together
+// in groups: the columns of a group are those that the threshold is found from.
+struct Blocks {
+  int64_t count = 0;  // 0: the row is kept whole
+  int64_t depth = 0;
+  int64_t lanes = 0;
+  int64_t per_group = 1;
 
-// What a threshold means to the quick test of a group. Raw order bits are those of score_order_bits but for NaN and
-// -0; `raw - kLowestNumberKey`, unsigned, puts every NaN on top, so that one comparison flags what reaches the
-// threshold together with every NaN and absent entry. -0 lies one below +0: a threshold of zero goes down by one.
-uint32_t quick_threshold(uint32_t threshold) {
-  if (threshold == kZeroKey) --threshold;
-  return threshold <= kLowestNumberKey ? 0u : threshold - kLowestNumberKey;
+  int64_t block_scores() const { return depth * lanes; }
+  int64_t group_columns() const { return div_ceil(count, per_group) * lanes; }
+};
+
+Blocks blocks_of(int64_t length, int64_t k, int64_t lanes) {
+  Blocks blocks;
+  blocks.lanes = lanes;
+  if (length <= kWholeRowMax || length < 4 * k) return blocks;
+  blocks.depth = std::clamp<int64_t>(length / (2 * k), 2, kDepthUsual);
+  if (length > kDepthUsual * kColumnsMax) blocks.depth = div_ceil(length, kColumnsMax);
+  blocks.count = length / blocks.block_scores();
+  // Of m columns of an ordinary row the k-th largest maximum is reached by m x ln(m / (m - k)) entries: 1.15 k for 4 k.
+  blocks.per_group = std::max<int64_t>(1, blocks.count * lanes / (4 * k));
+  return blocks;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// What each instruction set does its own way. `first` is the block's first local entry.
+// What each instruction set does its own way. To be called with denormals on.
 
 struct Scanner {
-  // Keeps the entries of scores[0, count) whose key is at least `threshold`, and counts NaN and absent ones.
-  void (*keep)(const float* scores, int64_t count, uint32_t first, uint32_t threshold, Kept& kept, Seen& seen);
-  // keys[i] = key_or_absent(scores[i]).
-  void (*keys)(const float* scores, int64_t count, uint32_t* keys);
+  int64_t lanes;
+  // Counts the NaN and the absent ones of scores[0, count).
+  void (*count_nan)(const float* scores, int64_t count, Seen& seen);
+  // The columns' maxima as order bits, [blocks, lanes] and [groups, lanes], and the NaN of all blocks. A column without
+  // a number gives -inf or NaN.
+  void (*maxima)(const float* scores, const Blocks& blocks, uint32_t* of_blocks, uint32_t* of_groups, Seen& seen);
+  // Bit b is set where a column of block b (of at most 64) reaches the threshold.
+  uint64_t (*reaching)(const uint32_t* of_blocks, int64_t blocks, uint32_t threshold);
+  // Keeps the entries of scores[0, count) that are not absent and reach `threshold`; `first` is the first one's number.
+  void (*keep)(const float* scores, int64_t count, uint32_t first, uint32_t threshold, Kept& kept);
+  int64_t (*count_reaching)(const uint32_t* keys, int64_t count, uint32_t threshold);
 };
 
-void keep_one(uint32_t bits, uint32_t entry, uint32_t threshold, Kept& kept, Seen& seen) {
-  if (bits == kAbsentScoreBits) {
-    ++seen.absent;
-    return;
+constexpr int64_t kPortableLanes = 8;
+
+void count_nan_portable(const float* scores, int64_t count, Seen& seen) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = load_bits(scores + i);
+    const bool absent = bits == kAbsentScoreBits;
+    seen.absent += absent ? 1 : 0;
+    seen.nan += score_order_bits(bits) == 0u && !absent ? 1 : 0;
   }
-  const uint32_t key = score_order_bits(bits);
-  if (key == 0u) ++seen.nan;
-  if (key < threshold) return;
-  kept.keys[kept.count] = key;
-  kept.entries[kept.count] = entry;
-  ++kept.count;
 }
 
-void keep_portable(const float* scores, int64_t count, uint32_t first, uint32_t threshold, Kept& kept, Seen& seen) {
-  const uint32_t quick = quick_threshold(threshold);
-  const auto reaches = [quick](uint32_t bits) {
-    const uint32_t raw = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
-    return raw - kLowestNumberKey >= quick;
-  };
-  int64_t at = 0;
-  for (; at + kGroup <= count; at += kGroup) {
-    uint32_t any = 0;
-    for (int64_t i = 0; i < kGroup; ++i) any |= reaches(load_bits(scores + at + i)) ? 1u : 0u;
-    if (any == 0) continue;
-    for (int64_t i = at; i < at + kGroup; ++i) {
-      const uint32_t bits = load_bits(scores + i);
-      if (reaches(bits)) keep_one(bits, first + static_cast<uint32_t>(i), threshold, kept, seen);
+void maxima_portable(const float* scores, const Blocks& blocks, uint32_t* of_blocks, uint32_t* of_groups, Seen& seen) {
+  std::fill_n(of_groups, blocks.group_columns(), 0u);
+  for (int64_t b = 0; b < blocks.count; ++b) {
+    uint32_t* const block = of_blocks + b * kPortableLanes;
+    uint32_t* const group = of_groups + b / blocks.per_group * kPortableLanes;
+    uint32_t high[kPortableLanes] = {};
+    uint32_t any_nan = 0;
+    for (int64_t row = 0; row < blocks.depth; ++row, scores += kPortableLanes) {
+      for (int64_t lane = 0; lane < kPortableLanes; ++lane) {
+        const uint32_t key = score_order_bits(load_bits(scores + lane));
+        high[lane] = std::max(high[lane], key);
+        any_nan |= key == 0u ? 1u : 0u;
+      }
     }
+    for (int64_t lane = 0; lane < kPortableLanes; ++lane) {
+      block[lane] = high[lane];
+      group[lane] = std::max(group[lane], high[lane]);
+    }
+    if (any_nan != 0) count_nan_portable(scores - blocks.block_scores(), blocks.block_scores(), seen);
   }
-  for (; at < count; ++at) keep_one(load_bits(scores + at), first + static_cast<uint32_t>(at), threshold, kept, seen);
 }
 
-void keys_portable(const float* scores, int64_t count, uint32_t* keys) {
-  for (int64_t i = 0; i < count; ++i) keys[i] = key_or_absent(load_bits(scores + i));
+uint64_t reaching_portable(const uint32_t* of_blocks, int64_t blocks, uint32_t threshold) {
+  uint64_t reach = 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    uint64_t any = 0;
+    for (int64_t lane = 0; lane < kPortableLanes; ++lane) {
+      any |= of_blocks[b * kPortableLanes + lane] >= threshold ? 1 : 0;
+    }
+    reach |= any << b;
+  }
+  return reach;
+}
+
+void keep_portable(const float* scores, int64_t count, uint32_t first, uint32_t threshold, Kept& kept) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = load_bits(scores + i);
+    const uint32_t key = score_order_bits(bits);
+    kept.keys[kept.count] = key;
+    kept.entries[kept.count] = first + static_cast<uint32_t>(i);
+    kept.count += key >= threshold && bits != kAbsentScoreBits ? 1 : 0;
+  }
+}
+
+int64_t count_reaching_portable(const uint32_t* keys, int64_t count, uint32_t threshold) {
+  int64_t reach = 0;
+  for (int64_t i = 0; i < count; ++i) reach += keys[i] >= threshold ? 1 : 0;
+  return reach;
 }
 
 #if defined(__x86_64__)
@@ -139,184 +182,306 @@ void keys_portable(const float* scores, int64_t count, uint32_t* keys) {
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
-// Order bits as signed integers: flip the lower 31 bits of negative numbers.
-NEEDLE_TARGET_AVX2 inline __m256i signed_order_avx2(__m256i bits) {
-  return _mm256_xor_si256(bits, _mm256_and_si256(_mm256_srai_epi32(bits, 31), _mm256_set1_epi32(0x7FFFFFFF)));
+constexpr int64_t kAvx2Lanes = 8;
+
+// Most vectors of a block that is read again keep nothing: a mask of so many scores comes first, a bit each, then the
+// vectors with any.
+constexpr int64_t kMaskScores = 64;
+
+// The score that numbers are compared with to reach a threshold above 0: a number reaches it where it is >= this, and
+// NaN never does. One past +inf is the order bits of a NaN, reached by none.
+float limit_of(uint32_t threshold) {
+  const uint32_t bits = score_bits_of_order(std::max(threshold, kLowestNumberKey));
+  float limit;
+  std::memcpy(&limit, &bits, sizeof(limit));
+  return limit;
 }
 
-NEEDLE_TARGET_AVX2 inline __m256i load_avx2(const float* scores) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scores));
+NEEDLE_TARGET_AVX2 inline __m256i load_avx2(const void* at) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(at));
+}
+
+NEEDLE_TARGET_AVX2 inline void store_avx2(void* at, __m256i value) {
+  _mm256_storeu_si256(static_cast<__m256i*>(at), value);
 }
 
 // score_order_bits of eight scores; absent ones come out as NaN does.
-NEEDLE_TARGET_AVX2 inline __m256i exact_order_avx2(__m256i bits) {
+NEEDLE_TARGET_AVX2 inline __m256i order_avx2(__m256i bits) {
   const __m256i top = _mm256_set1_epi32(static_cast<int>(0x80000000u));
-  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
-  __m256i key = _mm256_xor_si256(signed_order_avx2(bits), top);
+  const __m256i magnitude = _mm256_andnot_si256(top, bits);
+  __m256i key = _mm256_xor_si256(bits, _mm256_or_si256(_mm256_srai_epi32(bits, 31), top));
   key = _mm256_blendv_epi8(key, top, _mm256_cmpeq_epi32(magnitude, _mm256_setzero_si256()));
   return _mm256_andnot_si256(_mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7F800000)), key);
+}
+
+NEEDLE_TARGET_AVX2 inline __m256i reaches_avx2(__m256i keys, __m256i threshold) {
+  return _mm256_cmpeq_epi32(_mm256_max_epu32(keys, threshold), keys);
 }
 
 NEEDLE_TARGET_AVX2 inline uint32_t lanes_of(__m256i mask) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(mask)));
 }
 
-// A threshold of 0 keeps everything that is there.
-NEEDLE_TARGET_AVX2 void keep_all_avx2(const float* scores, int64_t count, uint32_t first, Kept& kept, Seen& seen) {
+NEEDLE_TARGET_AVX2 void count_nan_avx2(const float* scores, int64_t count, Seen& seen) {
+  const __m256i absent = _mm256_set1_epi32(static_cast<int>(kAbsentScoreBits));
+  int64_t i = 0;
+  for (; i + kAvx2Lanes <= count; i += kAvx2Lanes) {
+    const __m256i bits = load_avx2(scores + i);
+    const uint32_t gone = lanes_of(_mm256_cmpeq_epi32(bits, absent));
+    const uint32_t nan = lanes_of(_mm256_cmpeq_epi32(order_avx2(bits), _mm256_setzero_si256()));
+    seen.absent += static_cast<uint64_t>(__builtin_popcount(gone));
+    seen.nan += static_cast<uint64_t>(__builtin_popcount(nan & ~gone));
+  }
+  count_nan_portable(scores + i, count - i, seen);
+}
+
+NEEDLE_TARGET_AVX2 void maxima_avx2(const float* scores, const Blocks& blocks, uint32_t* of_blocks, uint32_t* of_groups,
+                                    Seen& seen) {
+  const __m256 lowest = _mm256_set1_ps(-std::numeric_limits<float>::infinity());
+  for (int64_t b = 0; b < blocks.count; of_groups += kAvx2Lanes) {
+    __m256 group = lowest;
+    for (const int64_t end = std::min(blocks.count, b + blocks.per_group); b < end; ++b) {
+      // Of two operands of which one is NaN, max gives the second: NaN never enters.
+      __m256 even = lowest;
+      __m256 odd = lowest;
+      __m256 unordered = _mm256_setzero_ps();
+      int64_t row = 0;
+      for (; row + 2 <= blocks.depth; row += 2, scores += 2 * kAvx2Lanes) {
+        const __m256 first = _mm256_loadu_ps(scores);
+        const __m256 second = _mm256_loadu_ps(scores + kAvx2Lanes);
+        even = _mm256_max_ps(first, even);
+        odd = _mm256_max_ps(second, odd);
+        unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(first, second, _CMP_UNORD_Q));
+      }
+      for (; row < blocks.depth; ++row, scores += kAvx2Lanes) {
+        const __m256 last = _mm256_loadu_ps(scores);
+        even = _mm256_max_ps(last, even);
+        unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(last, last, _CMP_UNORD_Q));
+      }
+      const __m256 high = _mm256_max_ps(even, odd);
+      group = _mm256_max_ps(high, group);
+      store_avx2(of_blocks, order_avx2(_mm256_castps_si256(high)));
+      of_blocks += kAvx2Lanes;
+      if (_mm256_movemask_ps(unordered) != 0) {
+        count_nan_avx2(scores - blocks.block_scores(), blocks.block_scores(), seen);
+      }
+    }
+    store_avx2(of_groups, order_avx2(_mm256_castps_si256(group)));
+  }
+}
+
+NEEDLE_TARGET_AVX2 uint64_t reaching_avx2(const uint32_t* of_blocks, int64_t blocks, uint32_t threshold) {
+  const __m256i limit = _mm256_set1_epi32(static_cast<int>(threshold));
+  uint64_t reach = 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const bool any = lanes_of(reaches_avx2(load_avx2(of_blocks + b * kAvx2Lanes), limit)) != 0;
+    reach |= static_cast<uint64_t>(any) << b;
+  }
+  return reach;
+}
+
+// Which lanes to take so that those of a mask stand first, in order.
+constexpr std::array<std::array<uint8_t, 8>, 256> kCompress = [] {
+  std::array<std::array<uint8_t, 8>, 256> table{};
+  for (unsigned mask = 0; mask < 256; ++mask) {
+    size_t out = 0;
+    for (unsigned lane = 0; lane < 8; ++lane) {
+      if ((mask >> lane & 1u) != 0) table[mask][out++] = static_cast<uint8_t>(lane);
+    }
+  }
+  return table;
+}();
+
+NEEDLE_TARGET_AVX2 void keep_avx2(const float* scores, int64_t count, uint32_t first, uint32_t threshold, Kept& kept) {
+  const __m256 limit = _mm256_set1_ps(limit_of(threshold));
+  const uint64_t every = threshold == 0u ? ~uint64_t{0} : 0u;
   const __m256i absent = _mm256_set1_epi32(static_cast<int>(kAbsentScoreBits));
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  uint32_t* const keys = kept.keys;
+  uint32_t* const entries = kept.entries;
+  int64_t out = kept.count;
+  int64_t at = 0;
+  for (; at + kMaskScores <= count; at += kMaskScores) {
+    uint64_t reach = every;
+    for (int64_t i = 0; i < kMaskScores; i += kAvx2Lanes) {
+      const __m256 some = _mm256_cmp_ps(_mm256_loadu_ps(scores + at + i), limit, _CMP_GE_OQ);
+      reach |= static_cast<uint64_t>(_mm256_movemask_ps(some)) << i;
+    }
+    while (reach != 0) {
+      const int shift = __builtin_ctzll(reach) & ~7;
+      const int64_t i = at + shift;
+      const __m256i bits = load_avx2(scores + i);
+      const uint32_t gone = lanes_of(_mm256_cmpeq_epi32(bits, absent));
+      const uint32_t keep = static_cast<uint32_t>(reach >> shift & 0xFFu) & ~gone;
+      reach &= ~(uint64_t{0xFF} << shift);
+      const __m256i entry =
+          _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(first + static_cast<uint32_t>(i))), lanes);
+      const __m256i take =
+          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(kCompress[keep].data())));
+      store_avx2(keys + out, _mm256_permutevar8x32_epi32(order_avx2(bits), take));
+      store_avx2(entries + out, _mm256_permutevar8x32_epi32(entry, take));
+      out += __builtin_popcount(keep);
+    }
+  }
+  kept.count = out;
+  keep_portable(scores + at, count - at, first + static_cast<uint32_t>(at), threshold, kept);
+}
+
+NEEDLE_TARGET_AVX2 int64_t count_reaching_avx2(const uint32_t* keys, int64_t count, uint32_t threshold) {
+  const __m256i limit = _mm256_set1_epi32(static_cast<int>(threshold));
+  __m256i even = _mm256_setzero_si256();  // minus the number that reach, in each lane
+  __m256i odd = _mm256_setzero_si256();
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m256i bits = load_avx2(scores + i);
-    if (lanes_of(_mm256_cmpeq_epi32(bits, absent)) != 0) {
-      keep_portable(scores + i, 8, first + static_cast<uint32_t>(i), 0u, kept, seen);
-      continue;
-    }
-    const __m256i key = exact_order_avx2(bits);
-    const __m256i entries =
-        _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(first + static_cast<uint32_t>(i))), lanes);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(kept.keys + kept.count), key);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(kept.entries + kept.count), entries);
-    kept.count += 8;
-    seen.nan += static_cast<uint64_t>(__builtin_popcount(lanes_of(_mm256_cmpeq_epi32(key, _mm256_setzero_si256()))));
+  for (; i + 2 * kAvx2Lanes <= count; i += 2 * kAvx2Lanes) {
+    even = _mm256_add_epi32(even, reaches_avx2(load_avx2(keys + i), limit));
+    odd = _mm256_add_epi32(odd, reaches_avx2(load_avx2(keys + i + kAvx2Lanes), limit));
   }
-  keep_portable(scores + i, count - i, first + static_cast<uint32_t>(i), 0u, kept, seen);
+  int32_t lanes[kAvx2Lanes];
+  store_avx2(lanes, _mm256_add_epi32(even, odd));
+  int64_t reach = 0;
+  for (const int32_t lane : lanes) reach -= lane;
+  return reach + count_reaching_portable(keys + i, count - i, threshold);
 }
 
-NEEDLE_TARGET_AVX2 void keep_avx2(const float* scores, int64_t count, uint32_t first, uint32_t threshold, Kept& kept,
-                                  Seen& seen) {
-  if (threshold == 0u) return keep_all_avx2(scores, count, first, kept, seen);
-  // Subtracting in signed order bits gives the unsigned difference with its top bit flipped: compare signed.
-  const uint32_t quick = quick_threshold(threshold);
-  const __m256i offset = _mm256_set1_epi32(static_cast<int>(kLowestNumberKey));
-  // "below quick" is `limit > difference`; with quick == 0 nothing is below.
-  const __m256i limit = _mm256_set1_epi32(static_cast<int>(quick ^ 0x80000000u));
+constexpr int64_t kAvx512Lanes = 16;
 
-  uint16_t flagged[kBlock / kGroup];
-  int64_t flagged_count = 0;
-  const int64_t whole = count / kGroup * kGroup;
-  for (int64_t at = 0; at < whole; at += kGroup) {
-    __m256i below = _mm256_cmpgt_epi32(limit, _mm256_sub_epi32(signed_order_avx2(load_avx2(scores + at)), offset));
-    for (int64_t lane = 8; lane < kGroup; lane += 8) {
-      const __m256i order = signed_order_avx2(load_avx2(scores + at + lane));
-      below = _mm256_and_si256(below, _mm256_cmpgt_epi32(limit, _mm256_sub_epi32(order, offset)));
-    }
-    flagged[flagged_count] = static_cast<uint16_t>(at);
-    flagged_count += _mm256_movemask_epi8(below) != -1 ? 1 : 0;
-  }
-
-  for (int64_t f = 0; f < flagged_count; ++f) {
-    const int64_t at = flagged[f];
-    uint32_t reach = 0;
-    uint32_t nan = 0;
-    uint32_t gone = 0;
-    for (int64_t lane = 0; lane < kGroup; lane += 8) {
-      const __m256i bits = load_avx2(scores + at + lane);
-      const __m256i below = _mm256_cmpgt_epi32(limit, _mm256_sub_epi32(signed_order_avx2(bits), offset));
-      const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
-      reach |= (lanes_of(below) ^ 0xFFu) << lane;
-      nan |= lanes_of(_mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7F800000))) << lane;
-      gone |= lanes_of(_mm256_cmpeq_epi32(bits, _mm256_set1_epi32(static_cast<int>(kAbsentScoreBits)))) << lane;
-    }
-    // No NaN reaches a threshold above 0.
-    reach &= ~nan;
-    seen.nan += static_cast<uint64_t>(__builtin_popcount(nan & ~gone));
-    seen.absent += static_cast<uint64_t>(__builtin_popcount(gone));
-    for (; reach != 0; reach &= reach - 1) {
-      const int64_t i = at + __builtin_ctz(reach);
-      keep_one(load_bits(scores + i), first + static_cast<uint32_t>(i), threshold, kept, seen);
-    }
-  }
-  keep_portable(scores + whole, count - whole, first + static_cast<uint32_t>(whole), threshold, kept, seen);
+NEEDLE_TARGET_AVX512 inline __m512i load_avx512(const void* at) {
+  return _mm512_loadu_si512(at);
 }
 
-NEEDLE_TARGET_AVX2 void keys_avx2(const float* scores, int64_t count, uint32_t* keys) {
-  const __m256i absent = _mm256_set1_epi32(static_cast<int>(kAbsentScoreBits));
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m256i bits = load_avx2(scores + i);
-    const __m256i key = _mm256_or_si256(exact_order_avx2(bits), _mm256_cmpeq_epi32(bits, absent));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(keys + i), key);
-  }
-  keys_portable(scores + i, count - i, keys + i);
-}
-
-NEEDLE_TARGET_AVX512 inline __m512i load_avx512(const float* scores) {
-  return _mm512_loadu_si512(static_cast<const void*>(scores));
-}
-
-// Order bits but for NaN and -0: bits ^ (sign ? all ones : top bit). 0x1E is the truth table of a ^ (b | c).
-NEEDLE_TARGET_AVX512 inline __m512i raw_order_avx512(__m512i bits) {
+// score_order_bits of sixteen scores; absent ones come out as NaN does.
+NEEDLE_TARGET_AVX512 inline __m512i order_avx512(__m512i bits) {
   const __m512i top = _mm512_set1_epi32(static_cast<int>(0x80000000u));
-  return _mm512_ternarylogic_epi32(bits, _mm512_srai_epi32(bits, 31), top, 0x1E);
+  const __m512i doubled = _mm512_add_epi32(bits, bits);  // shifts the sign out
+  const __mmask16 is_number = _mm512_cmple_epu32_mask(doubled, _mm512_set1_epi32(static_cast<int>(0xFF000000u)));
+  // bits ^ (sign ? all ones : top bit). 0x1E is the truth table of a ^ (b | c).
+  const __m512i raw = _mm512_ternarylogic_epi32(bits, _mm512_srai_epi32(bits, 31), top, 0x1E);
+  return _mm512_maskz_mov_epi32(is_number, _mm512_mask_mov_epi32(raw, _mm512_testn_epi32_mask(doubled, doubled), top));
+}
+
+NEEDLE_TARGET_AVX512 void count_nan_avx512(const float* scores, int64_t count, Seen& seen) {
+  const __m512i absent = _mm512_set1_epi32(static_cast<int>(kAbsentScoreBits));
+  int64_t i = 0;
+  for (; i + kAvx512Lanes <= count; i += kAvx512Lanes) {
+    const __m512i bits = load_avx512(scores + i);
+    const __m512i key = order_avx512(bits);
+    const uint32_t gone = _mm512_cmpeq_epi32_mask(bits, absent);
+    const uint32_t nan = _mm512_testn_epi32_mask(key, key);
+    seen.absent += static_cast<uint64_t>(__builtin_popcount(gone));
+    seen.nan += static_cast<uint64_t>(__builtin_popcount(nan & ~gone));
+  }
+  count_nan_portable(scores + i, count - i, seen);
+}
+
+NEEDLE_TARGET_AVX512 void maxima_avx512(const float* scores, const Blocks& blocks, uint32_t* of_blocks,
+                                        uint32_t* of_groups, Seen& seen) {
+  const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  for (int64_t b = 0; b < blocks.count; of_groups += kAvx512Lanes) {
+    __m512 group = lowest;
+    for (const int64_t end = std::min(blocks.count, b + blocks.per_group); b < end; ++b) {
+      __m512 even = lowest;  // as in maxima_avx2
+      __m512 odd = lowest;
+      uint32_t unordered = 0;
+      int64_t row = 0;
+      for (; row + 2 <= blocks.depth; row += 2, scores += 2 * kAvx512Lanes) {
+        const __m512 first = _mm512_loadu_ps(scores);
+        const __m512 second = _mm512_loadu_ps(scores + kAvx512Lanes);
+        even = _mm512_max_ps(first, even);
+        odd = _mm512_max_ps(second, odd);
+        unordered |= _mm512_cmp_ps_mask(first, second, _CMP_UNORD_Q);
+      }
+      for (; row < blocks.depth; ++row, scores += kAvx512Lanes) {
+        const __m512 last = _mm512_loadu_ps(scores);
+        even = _mm512_max_ps(last, even);
+        unordered |= _mm512_cmp_ps_mask(last, last, _CMP_UNORD_Q);
+      }
+      const __m512 high = _mm512_max_ps(even, odd);
+      group = _mm512_max_ps(high, group);
+      _mm512_storeu_si512(of_blocks, order_avx512(_mm512_castps_si512(high)));
+      of_blocks += kAvx512Lanes;
+      if (unordered != 0) count_nan_avx512(scores - blocks.block_scores(), blocks.block_scores(), seen);
+    }
+    _mm512_storeu_si512(of_groups, order_avx512(_mm512_castps_si512(group)));
+  }
+}
+
+NEEDLE_TARGET_AVX512 uint64_t reaching_avx512(const uint32_t* of_blocks, int64_t blocks, uint32_t threshold) {
+  const __m512i limit = _mm512_set1_epi32(static_cast<int>(threshold));
+  uint64_t reach = 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const bool any = _mm512_cmpge_epu32_mask(load_avx512(of_blocks + b * kAvx512Lanes), limit) != 0;
+    reach |= static_cast<uint64_t>(any) << b;
+  }
+  return reach;
 }
 
 NEEDLE_TARGET_AVX512 void keep_avx512(const float* scores, int64_t count, uint32_t first, uint32_t threshold,
-                                      Kept& kept, Seen& seen) {
-  const uint32_t quick_bits = quick_threshold(threshold);
-  const __m512i quick = _mm512_set1_epi32(static_cast<int>(quick_bits));
-  const __m512i offset = _mm512_set1_epi32(static_cast<int>(kLowestNumberKey));
-  const __m512i exact = _mm512_set1_epi32(static_cast<int>(threshold));
+                                      Kept& kept) {
+  const __m512 limit = _mm512_set1_ps(limit_of(threshold));
+  const uint64_t every = threshold == 0u ? ~uint64_t{0} : 0u;
   const __m512i absent = _mm512_set1_epi32(static_cast<int>(kAbsentScoreBits));
-  const __m512i top = _mm512_set1_epi32(static_cast<int>(0x80000000u));
-  const __m512i doubled_infinity = _mm512_set1_epi32(static_cast<int>(0xFF000000u));
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-
-  uint16_t flagged[kBlock / kGroup];
-  int64_t flagged_count = 0;
-  const int64_t whole = count / kGroup * kGroup;
-  for (int64_t at = 0; at < whole; at += kGroup) {
-    const __m512i low = _mm512_sub_epi32(raw_order_avx512(load_avx512(scores + at)), offset);
-    const __m512i high = _mm512_sub_epi32(raw_order_avx512(load_avx512(scores + at + 16)), offset);
-    // The larger of the two reaches the threshold where either does.
-    const __mmask16 reach = _mm512_cmpge_epu32_mask(_mm512_max_epu32(low, high), quick);
-    flagged[flagged_count] = static_cast<uint16_t>(at);
-    flagged_count += reach != 0 ? 1 : 0;
-  }
-
-  for (int64_t f = 0; f < flagged_count; ++f) {
-    for (int64_t at = flagged[f]; at < flagged[f] + kGroup; at += 16) {
-      const __m512i bits = load_avx512(scores + at);
-      const __m512i doubled = _mm512_add_epi32(bits, bits);  // shifts the sign out
-      const __mmask16 is_absent = _mm512_cmpeq_epi32_mask(bits, absent);
-      const __mmask16 is_nan = _mm512_cmpgt_epu32_mask(doubled, doubled_infinity);
-      __m512i key = _mm512_mask_mov_epi32(raw_order_avx512(bits), _mm512_testn_epi32_mask(doubled, doubled), top);
-      key = _mm512_maskz_mov_epi32(static_cast<__mmask16>(~is_nan), key);
+  uint32_t* const keys = kept.keys;
+  uint32_t* const entries = kept.entries;
+  int64_t out = kept.count;
+  int64_t at = 0;
+  for (; at + kMaskScores <= count; at += kMaskScores) {
+    uint64_t reach = every;
+    for (int64_t i = 0; i < kMaskScores; i += kAvx512Lanes) {
+      const __mmask16 some = _mm512_cmp_ps_mask(_mm512_loadu_ps(scores + at + i), limit, _CMP_GE_OQ);
+      reach |= static_cast<uint64_t>(some) << i;
+    }
+    while (reach != 0) {
+      const int shift = __builtin_ctzll(reach) & ~15;
+      const int64_t i = at + shift;
+      const __m512i bits = load_avx512(scores + i);
       const __mmask16 keep =
-          static_cast<__mmask16>(_mm512_cmpge_epu32_mask(key, exact) & static_cast<__mmask16>(~is_absent));
-      const __m512i entries =
-          _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first + static_cast<uint32_t>(at))), lanes);
+          _mm512_mask_cmpneq_epi32_mask(static_cast<__mmask16>(reach >> shift & 0xFFFFu), bits, absent);
+      reach &= ~(uint64_t{0xFFFF} << shift);
+      const __m512i entry =
+          _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first + static_cast<uint32_t>(i))), lanes);
       // Compress in the register and store it whole: a compressing store is microcoded on some processors.
-      _mm512_storeu_si512(static_cast<void*>(kept.keys + kept.count), _mm512_maskz_compress_epi32(keep, key));
-      _mm512_storeu_si512(static_cast<void*>(kept.entries + kept.count), _mm512_maskz_compress_epi32(keep, entries));
-      kept.count += __builtin_popcount(keep);
-      seen.absent += static_cast<uint64_t>(__builtin_popcount(is_absent));
-      seen.nan += static_cast<uint64_t>(__builtin_popcount(static_cast<uint32_t>(is_nan & ~is_absent)));
+      _mm512_storeu_si512(keys + out, _mm512_maskz_compress_epi32(keep, order_avx512(bits)));
+      _mm512_storeu_si512(entries + out, _mm512_maskz_compress_epi32(keep, entry));
+      out += __builtin_popcount(keep);
     }
   }
-  keep_portable(scores + whole, count - whole, first + static_cast<uint32_t>(whole), threshold, kept, seen);
+  kept.count = out;
+  keep_portable(scores + at, count - at, first + static_cast<uint32_t>(at), threshold, kept);
 }
 
-NEEDLE_TARGET_AVX512 void keys_avx512(const float* scores, int64_t count, uint32_t* keys) {
-  const __m512i absent = _mm512_set1_epi32(static_cast<int>(kAbsentScoreBits));
-  const __m512i top = _mm512_set1_epi32(static_cast<int>(0x80000000u));
-  const __m512i doubled_infinity = _mm512_set1_epi32(static_cast<int>(0xFF000000u));
+NEEDLE_TARGET_AVX512 int64_t count_reaching_avx512(const uint32_t* keys, int64_t count, uint32_t threshold) {
+  const __m512i limit = _mm512_set1_epi32(static_cast<int>(threshold));
+  int64_t reach = 0;
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    const __m512i bits = load_avx512(scores + i);
-    const __m512i doubled = _mm512_add_epi32(bits, bits);
-    const __mmask16 is_nan = _mm512_cmpgt_epu32_mask(doubled, doubled_infinity);
-    __m512i key = _mm512_mask_mov_epi32(raw_order_avx512(bits), _mm512_testn_epi32_mask(doubled, doubled), top);
-    key = _mm512_maskz_mov_epi32(static_cast<__mmask16>(~is_nan), key);
-    key = _mm512_mask_mov_epi32(key, _mm512_cmpeq_epi32_mask(bits, absent), _mm512_set1_epi32(-1));
-    _mm512_storeu_si512(static_cast<void*>(keys + i), key);
+  for (; i + kAvx512Lanes <= count; i += kAvx512Lanes) {
+    reach += __builtin_popcount(_mm512_cmpge_epu32_mask(load_avx512(keys + i), limit));
   }
-  keys_portable(scores + i, count - i, keys + i);
+  return reach + count_reaching_portable(keys + i, count - i, threshold);
 }
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
+
+// The default floating-point mode, for as long as it lives: with denormals-are-zero a comparison would confuse them.
+// What is to run in it must be behind a call that the compiler cannot look into, as a Scanner's are.
+class DenormalsOn {
+ public:
+  DenormalsOn() : before_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  ~DenormalsOn() { _mm_setcsr(before_); }
+  DenormalsOn(const DenormalsOn&) = delete;
+  DenormalsOn& operator=(const DenormalsOn&) = delete;
+
+ private:
+  unsigned before_;
+};
+
+#else
+
+struct DenormalsOn {
+  DenormalsOn() {}  // the portable twin has no floating-point step
+};
 
 #endif  // __x86_64__
 
@@ -325,84 +490,51 @@ Scanner scanner_for(CpuIsa isa) {
   switch (isa) {
     case CpuIsa::kAvx512Bf16:
     case CpuIsa::kAvx512:
-      return {keep_avx512, keys_avx512};
+      return {kAvx512Lanes, count_nan_avx512, maxima_avx512, reaching_avx512, keep_avx512, count_reaching_avx512};
     case CpuIsa::kAvx2:
-      return {keep_avx2, keys_avx2};
+      return {kAvx2Lanes, count_nan_avx2, maxima_avx2, reaching_avx2, keep_avx2, count_reaching_avx2};
     case CpuIsa::kPortable:
       break;
   }
 #else
   (void)isa;
 #endif
-  return {keep_portable, keys_portable};
+  return {kPortableLanes,    count_nan_portable, maxima_portable,
+          reaching_portable, keep_portable,      count_reaching_portable};
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The k-th largest of a run of keys, and how many keys equal to it belong to the k largest.
+// The k-th largest of a run of keys.
 
 struct Cut {
   uint32_t key = 0;
-  int64_t equal = 0;        // that belong to the k largest
-  int64_t equal_total = 0;  // in the run
+  int64_t reach =
+      0;  // keys at or above it: k to k + slack, or more where `key` is the k-th largest itself, with equals
 };
 
-// Bins over the range that is left, until the crossing bin is small or one key wide: at most four rounds, whatever the
-// keys. 1 <= k <= count.
-Cut kth_largest(const uint32_t* keys, int64_t count, int64_t k, uint32_t* bins) {
-  uint32_t low = keys[0];
-  uint32_t high = keys[0];
-  for (int64_t i = 1; i < count; ++i) {
-    low = std::min(low, keys[i]);
-    high = std::max(high, keys[i]);
-  }
-  int64_t in_range = count;
-  for (;;) {
-    if (low == high) return {low, k, in_range};
-    const int width = 32 - __builtin_clz(high - low);
-    const int shift = std::max(0, width - 10);
-    std::fill_n(bins, kReduceBins, 0u);
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t offset = keys[i] - low;
-      if (offset <= high - low) ++bins[offset >> shift];
+// Bisection: a count is one vector pass, and a pass over the few keys there are is cheaper than a histogram of them.
+// 1 <= k <= count.
+Cut kth_largest(const Scanner& scanner, const uint32_t* keys, int64_t count, int64_t k, int64_t slack) {
+  Cut cut{0u, count};
+  uint32_t high = kInfinityKey + 1;  // reached by none
+  while (cut.reach > k + slack && high - cut.key > 1) {
+    const uint32_t middle = cut.key + (high - cut.key) / 2;
+    const int64_t reach = scanner.count_reaching(keys, count, middle);
+    if (reach >= k) {
+      cut = {middle, reach};
+    } else {
+      high = middle;
     }
-    int64_t bin = (high - low) >> shift;
-    while (k > static_cast<int64_t>(bins[bin])) k -= bins[bin--];
-    const uint32_t bin_low = low + (static_cast<uint32_t>(bin) << shift);
-    in_range = bins[bin];
-    if (shift == 0) return {bin_low, k, in_range};
-    const uint32_t bin_high = std::min(high, bin_low + ((1u << shift) - 1));
-
-    constexpr int64_t kSmall = 64;
-    if (in_range <= kSmall) {
-      uint32_t small[kSmall];
-      int64_t gathered = 0;
-      for (int64_t i = 0; i < count; ++i) {
-        if (keys[i] - bin_low <= bin_high - bin_low) small[gathered++] = keys[i];
-      }
-      std::sort(small, small + gathered, std::greater<uint32_t>());
-      const uint32_t key = small[k - 1];
-      return {key, k - (std::find(small, small + gathered, key) - small), std::count(small, small + gathered, key)};
-    }
-    low = bin_low;
-    high = bin_high;
   }
+  return cut;
 }
 
-// Leaves the k best of `kept`, still ascending by position, and returns the k-th key.
-uint32_t reduce(Kept& kept, int64_t k, uint32_t* bins) {
-  const Cut cut = kth_largest(kept.keys, kept.count, k, bins);
+// Leaves the k best of `kept`, still ascending by position. Returns what later entries must reach to be among them.
+uint32_t reduce(const Scanner& scanner, Kept& kept, int64_t k) {
+  const Cut cut = kth_largest(scanner, kept.keys, kept.count, k, 0);
+  const bool equals = cut.reach > k;
+  int64_t equal_left = equals ? k - scanner.count_reaching(kept.keys, kept.count, cut.key + 1) : kept.count;
   int64_t out = 0;
-  if (cut.equal == cut.equal_total) {
-    for (int64_t i = 0; i < kept.count; ++i) {
-      const uint32_t key = kept.keys[i];
-      kept.keys[out] = key;
-      kept.entries[out] = kept.entries[i];
-      out += key >= cut.key ? 1 : 0;
-    }
-    kept.count = out;
-    return cut.key;
-  }
-  int64_t equal_left = cut.equal;
   for (int64_t i = 0; i < kept.count; ++i) {
     const uint32_t key = kept.keys[i];
     const bool equal = key == cut.key && equal_left > 0;
@@ -412,17 +544,18 @@ uint32_t reduce(Kept& kept, int64_t k, uint32_t* bins) {
     out += (key > cut.key || equal) ? 1 : 0;
   }
   kept.count = out;
-  return cut.key;
+  return equals ? cut.key + 1 : cut.key;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // One worker's piece of the scratch.
 
 struct SelectScratch {
-  uint32_t* keys = nullptr;     // [capacity + kStorePad]
-  uint32_t* entries = nullptr;  // [capacity + kStorePad]
-  uint32_t* bins = nullptr;     // [kDigitBins x 4]
-  uint64_t* ranks = nullptr;    // [k]
+  uint32_t* keys = nullptr;       // [capacity + kStorePad]
+  uint32_t* entries = nullptr;    // [capacity + kStorePad]
+  uint32_t* of_blocks = nullptr;  // [kColumnsMax]
+  uint32_t* of_groups = nullptr;  // [kColumnsMax], or less where k is small
+  uint64_t* ranks = nullptr;      // [k]
 };
 
 // Room for the kept entries: twice k and a block, so that a reduction is paid by at least k entries that entered.
@@ -430,19 +563,27 @@ int64_t kept_capacity(int64_t k) {
   return std::max<int64_t>(2 * k, kWholeRowMax) + kBlock;
 }
 
+int64_t kept_bytes(int64_t k) {
+  return round_up((kept_capacity(k) + kStorePad) * 4, 64);
+}
+
+// Groups of blocks are at least 4 k columns, so at most twice that, where the row has so many, and one group more.
+int64_t group_bytes(int64_t k) {
+  return round_up(std::min<int64_t>(8 * k + 2 * kLanesMax, kColumnsMax) * 4, 64);
+}
+
 int64_t select_piece_bytes(int64_t k) {
-  const int64_t kept = round_up((kept_capacity(k) + kStorePad) * 4, 64);
-  return 2 * kept + kDigitBins * 4 * 4 + round_up(k * 8, 64);
+  return 2 * kept_bytes(k) + kColumnsMax * 4 + group_bytes(k) + round_up(k * 8, 64);
 }
 
 SelectScratch select_piece(void* scratch, int64_t k, int worker) {
   std::byte* at = static_cast<std::byte*>(scratch) + worker * select_piece_bytes(k);
-  const int64_t kept = round_up((kept_capacity(k) + kStorePad) * 4, 64);
   SelectScratch piece;
   piece.keys = reinterpret_cast<uint32_t*>(at);
-  piece.entries = reinterpret_cast<uint32_t*>(at + kept);
-  piece.bins = reinterpret_cast<uint32_t*>(at + 2 * kept);
-  piece.ranks = reinterpret_cast<uint64_t*>(at + 2 * kept + kDigitBins * 4 * 4);
+  piece.entries = reinterpret_cast<uint32_t*>(at += kept_bytes(k));
+  piece.of_blocks = reinterpret_cast<uint32_t*>(at += kept_bytes(k));
+  piece.of_groups = reinterpret_cast<uint32_t*>(at += kColumnsMax * 4);
+  piece.ranks = reinterpret_cast<uint64_t*>(at + group_bytes(k));
   return piece;
 }
 
@@ -457,116 +598,65 @@ struct RowScan {
   const SelectScratch& scratch;
 };
 
-enum class PassEnd { kDone, kTooManyReductions };
-
-// Keeps what reaches `threshold`, reducing to the k best whenever the buffer is full.
-PassEnd pass_over_row(const RowScan& row, uint32_t threshold, int64_t reductions_max, Kept& kept, Seen& seen) {
-  const int64_t capacity = kept_capacity(row.k);
-  kept = {row.scratch.keys, row.scratch.entries, 0};
-  seen = Seen();
-  int64_t reductions = 0;
-  for (int64_t at = 0; at < row.length; at += kBlock) {
-    const int64_t count = std::min(kBlock, row.length - at);
-    if (kept.count + count > capacity) {
-      if (++reductions > reductions_max) return PassEnd::kTooManyReductions;
-      threshold = reduce(kept, row.k, row.scratch.bins) + 1;
-    }
-    row.scanner.keep(row.scores + at, count, static_cast<uint32_t>(at), threshold, kept, seen);
+// Keeps what reaches `threshold` of the entries [begin, end). A full buffer is reduced, and raises the threshold.
+void keep_range(const RowScan& row, int64_t begin, int64_t end, uint32_t& threshold, Kept& kept) {
+  for (int64_t at = begin; at < end; at += kBlock) {
+    const int64_t count = std::min(kBlock, end - at);
+    if (kept.count + count > kept_capacity(row.k)) threshold = reduce(row.scanner, kept, row.k);
+    row.scanner.keep(row.scores + at, count, static_cast<uint32_t>(at), threshold, kept);
   }
-  return PassEnd::kDone;
 }
 
-// Keys of a jittered, strided sample, into scratch.keys. Absent entries are left out. The jitter is a fixed sequence
-// of the position in the sample, so that periodic rows do not meet the stride.
-int64_t sample_row(const RowScan& row, int64_t sample, uint32_t* keys) {
-  const uint64_t stride = static_cast<uint64_t>(row.length / sample);
-  int64_t taken = 0;
-  for (int64_t j = 0; j < sample; ++j) {
-    const uint32_t mixed = static_cast<uint32_t>(j) * 0x9E3779B1u;
-    const uint64_t jitter = (static_cast<uint64_t>(mixed ^ (mixed >> 15)) * stride) >> 32;
-    const uint32_t bits = load_bits(row.scores + static_cast<uint64_t>(j) * stride + jitter);
-    keys[taken] = score_order_bits(bits);
-    taken += bits != kAbsentScoreBits ? 1 : 0;
+// A score, as order bits, that the row's k best reach; 0 where the columns prove none. Counts NaN and absent entries.
+uint32_t threshold_of(const RowScan& row, const Blocks& blocks, Seen& seen) {
+  row.scanner.maxima(row.scores, blocks, row.scratch.of_blocks, row.scratch.of_groups, seen);
+  // A threshold a little too low is good enough, and found sooner.
+  const int64_t slack = row.k / 16;
+  Cut cut = kth_largest(row.scanner, row.scratch.of_groups, blocks.group_columns(), row.k, slack);
+  // Where the best stand together, as in a sorted row, the narrower columns prove a higher one.
+  const int64_t columns = blocks.count * blocks.lanes;
+  if (row.scanner.count_reaching(row.scratch.of_blocks, columns, cut.key) > 2 * row.k) {
+    cut = kth_largest(row.scanner, row.scratch.of_blocks, columns, row.k, slack);
   }
-  return taken;
+  return cut.key > kLowestNumberKey ? cut.key : 0u;
 }
 
-int64_t square_root_up(int64_t value) {
-  int64_t root = 0;
-  while (root * root < value) ++root;
-  return root;
-}
-
-// The exact k-th key by digits of 11, 11 and 10 bits, or a lower bound that few enough entries reach. At most three
-// reads of the row. 0 where fewer than k entries are present.
-uint32_t threshold_by_digits(const RowScan& row) {
-  constexpr int kDigits[] = {11, 11, 10};
-  const int64_t room = kept_capacity(row.k) - kBlock;
-  uint32_t* keys = row.scratch.keys;  // one block at a time
-  uint32_t low = 0;
-  int left = 32;
-  int64_t above = 0;  // entries with keys past the range [low, low + 2^left)
-  for (const int digit : kDigits) {
-    const int shift = left - digit;
-    // Four copies, so that runs of one value do not wait for each other's increment.
-    uint32_t* bins = row.scratch.bins;
-    std::fill_n(bins, kDigitBins * 4, 0u);
-    const uint32_t span = left == 32 ? 0xFFFFFFFFu : (1u << left) - 1;
-    for (int64_t at = 0; at < row.length; at += kBlock) {
-      const int64_t count = std::min(kBlock, row.length - at);
-      row.scanner.keys(row.scores + at, count, keys);
-      for (int64_t i = 0; i < count; ++i) {
-        const uint32_t offset = keys[i] - low;
-        if (offset <= span) ++bins[(offset >> shift) * 4 + static_cast<uint32_t>(i & 3)];
-      }
-    }
-    // Bins past +inf hold absent entries alone.
-    int64_t bin = std::min<int64_t>((int64_t{1} << digit) - 1, (kInfinityKey - low) >> shift);
-    int64_t inside = 0;
-    for (;; --bin) {
-      const uint32_t* copies = bins + bin * 4;
-      inside = int64_t{copies[0]} + copies[1] + copies[2] + copies[3];
-      if (above + inside >= row.k || bin == 0) break;
-      above += inside;
-    }
-    low += static_cast<uint32_t>(bin) << shift;
-    left = shift;
-    if (above + inside <= room) break;
+// Keeps all that can be among the k best, ascending by position, and counts NaN and absent entries.
+void keep_candidates(const RowScan& row, Kept& kept, Seen& seen, uint64_t& fallbacks) {
+  const Blocks blocks = blocks_of(row.length, row.k, row.scanner.lanes);
+  const int64_t tail = blocks.count * blocks.block_scores();
+  row.scanner.count_nan(row.scores + tail, row.length - tail, seen);
+  uint32_t threshold = 0;
+  if (blocks.count > 0) {
+    threshold = threshold_of(row, blocks, seen);
+    fallbacks += threshold == 0u ? 1 : 0;
   }
-  return low;
+  if (threshold == 0u) return keep_range(row, 0, row.length, threshold, kept);
+
+  constexpr int64_t kAtOnce = 64;  // blocks, one bit each
+  constexpr int64_t kLineScores = 16;
+  const int64_t prefetched = std::min<int64_t>(blocks.block_scores(), 8 * kLineScores);
+  for (int64_t first = 0; first < blocks.count; first += kAtOnce) {
+    const int64_t count = std::min(kAtOnce, blocks.count - first);
+    uint64_t reach = row.scanner.reaching(row.scratch.of_blocks + first * blocks.lanes, count, threshold);
+    for (uint64_t left = reach; left != 0; left &= left - 1) {
+      const float* const block = row.scores + (first + __builtin_ctzll(left)) * blocks.block_scores();
+      for (int64_t line = 0; line < prefetched; line += kLineScores) __builtin_prefetch(block + line);
+    }
+    for (; reach != 0; reach &= reach - 1) {
+      const int64_t at = (first + __builtin_ctzll(reach)) * blocks.block_scores();
+      keep_range(row, at, at + blocks.block_scores(), threshold, kept);
+    }
+  }
+  keep_range(row, tail, row.length, threshold, kept);
 }
 
 // Fills `kept` with the row's k best (all that are present, if fewer), ascending by position.
 void select_row(const RowScan& row, Kept& kept, Seen& seen, uint64_t& fallbacks) {
-  constexpr int64_t kAnyNumber = std::numeric_limits<int64_t>::max();
-  if (row.length <= std::max<int64_t>(kWholeRowMax, 2 * row.k)) {
-    pass_over_row(row, 0u, kAnyNumber, kept, seen);
-    if (kept.count > row.k) reduce(kept, row.k, row.scratch.bins);
-    return;
-  }
-
-  const int64_t sample = std::clamp(row.length / 64, kSampleMin, std::min(kSampleMax, kept_capacity(row.k)));
-  // Members expected in the sample, and five standard deviations of a row without structure.
-  const int64_t expected = div_ceil(row.k * sample, row.length);
-  int64_t rank = expected + 5 * square_root_up(expected) + 4;
-  // A reduction costs about as much as a digit pass over four times its entries.
-  const int64_t reductions_max = row.length / (4 * kept_capacity(row.k)) + 2;
-  for (int attempt = 0; attempt < 2; ++attempt, rank *= 4) {
-    const int64_t taken = sample_row(row, sample, row.scratch.keys);  // overwritten by each pass
-    const uint32_t guess = rank <= taken ? kth_largest(row.scratch.keys, taken, rank, row.scratch.bins).key : 0u;
-    if (pass_over_row(row, guess, reductions_max, kept, seen) == PassEnd::kTooManyReductions) {
-      ++fallbacks;
-      break;
-    }
-    if (kept.count >= row.k || guess == 0u) {
-      if (kept.count > row.k) reduce(kept, row.k, row.scratch.bins);
-      return;
-    }
-    ++fallbacks;
-  }
-
-  pass_over_row(row, threshold_by_digits(row), kAnyNumber, kept, seen);
-  if (kept.count > row.k) reduce(kept, row.k, row.scratch.bins);
+  const DenormalsOn mode;
+  kept = {row.scratch.keys, row.scratch.entries, 0};
+  keep_candidates(row, kept, seen, fallbacks);
+  if (kept.count > row.k) reduce(row.scanner, kept, row.k);
 }
 
 float score_of_key(uint32_t key) {

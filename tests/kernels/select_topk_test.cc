@@ -9,6 +9,10 @@
 #include "kernels/cpu_isa.h"
 #include "tests/kernels/select_topk_battery.h"
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 namespace needle::testing {
 namespace {
 
@@ -77,6 +81,38 @@ INSTANTIATE_TEST_SUITE_P(twins, SelectTopk, ::testing::ValuesIn(every_twin_and_c
                          [](const ::testing::TestParamInfo<TwinCase>& instance) {
                            return instance.param.twin.name + "_" + instance.param.test.name;
                          });
+
+#if defined(__x86_64__)
+TEST(SelectTopkMode, denormals_keep_their_order_where_the_calling_thread_ignores_them) {
+  constexpr unsigned kFlushToZero = 0x8000;
+  constexpr unsigned kDenormalsAreZero = 0x0040;
+  CallerThread caller;
+  for (const CpuIsa isa : cpu_isas_present()) {
+    SelectTwin twin = cpu_twin(isa, 1);
+    twin.select = [isa, &caller](const SelectTopkArgs& args) {
+      const int64_t bytes = select_topk_cpu_scratch(args, 1);
+      const Scratch scratch = scratch_of(bytes);
+      const unsigned mode = _mm_getcsr();
+      const unsigned ignoring = mode | kFlushToZero | kDenormalsAreZero;
+      _mm_setcsr(ignoring);
+      const absl::Status status = select_topk_cpu(args, isa, caller, scratch.get(), bytes);
+      EXPECT_EQ(_mm_getcsr(), ignoring);
+      _mm_setcsr(mode);
+      return status;
+    };
+    Rng rng(20260140);
+    for (const int64_t length : {100, 5000, 40000}) {
+      std::vector<float> row;
+      for (int64_t i = 0; i < length; ++i) {
+        const uint32_t sign = rng.chance(0.5) ? 0x80000000u : 0u;
+        row.push_back(score_from_bits(sign | static_cast<uint32_t>(rng.below(0x00800000))));
+      }
+      SCOPED_TRACE(::testing::Message() << name_of(isa) << " length " << length);
+      expect_exact(twin, problem_of(row, 64));
+    }
+  }
+}
+#endif
 
 }  // namespace
 }  // namespace needle::testing
