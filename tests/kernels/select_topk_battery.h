@@ -110,7 +110,7 @@ struct SelectProblem {
   int k = 1;
   TopkOrder order = TopkOrder::kByPosition;
   int64_t out_stride = 0;  // 0: k rounded up to a multiple of 64
-  int64_t slack = 3;       // poisoned scores after the longest row
+  int64_t slack = 3;       // poisoned scores after the longest row; below 0 gives a stride that must be refused
 
   // A page table where table_rows > 0.
   int32_t table_rows = 0;
@@ -143,7 +143,7 @@ inline SelectProblem problem_of(std::vector<float> row, int k, TopkOrder order =
 inline absl::StatusOr<Selection> run_selection(const SelectTwin& twin, const SelectProblem& problem) {
   const int64_t rows = static_cast<int64_t>(problem.rows.size());
   const int64_t stride = problem.longest() + problem.slack;
-  std::vector<float> scores(static_cast<size_t>(rows * stride), kInfinity);
+  std::vector<float> scores(static_cast<size_t>(rows * std::max(stride, problem.longest())), kInfinity);
   std::vector<int32_t> lengths = problem.lengths;
   for (int64_t r = 0; r < rows; ++r) {
     const std::vector<float>& row = problem.rows[static_cast<size_t>(r)];
