@@ -1,9 +1,9 @@
 // How long selection takes on one core, row order by row order: no order may cost four times the ordinary one. Answers
 // are checked by the tests, not here.
 //
-// A row of 131,072 is 512 KiB. `hot` selects from the same row again and again: what index_logits has just written lies
-// in the cache in the same way. The others rotate through 64 rows, 32 MiB, more than the cache a core has to itself:
-// they also measure the memory. best_us is the quickest call: a neighbour's work on a shared machine is not in it.
+// A row of 131,072 is 512 KiB. 1x131072 selects from one row again and again: what index_logits has just written lies in
+// the cache in the same way. 64x131072 takes 64 rows in turn, 32 MiB, more than the cache a core has to itself, and so
+// measures the memory as well. best_us is the quickest call: a neighbour's work on a shared machine is not in it.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -161,7 +161,7 @@ const bool kRegistered = [] {
     if (isa == CpuIsa::kAvx512Bf16) continue;  // selection is the same there
     const auto add = [isa](RowOrder order, int64_t length, int k, int64_t rows) {
       const std::string name = std::string("select_topk/") + needle::name_of(isa) + "/" + name_of(order) + "/" +
-                               std::to_string(length) + "/k" + std::to_string(k) + (rows == 1 ? "/hot" : "");
+                               std::to_string(rows) + "x" + std::to_string(length) + "/k" + std::to_string(k);
       benchmark::RegisterBenchmark(name.c_str(), select_rows, isa, order, length, k, rows)
           ->Unit(benchmark::kMicrosecond);
     };
