@@ -12,21 +12,19 @@
 //   * acc[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1}.
 //   * stripe n (64 bytes; n counts from 0 again after each 16): for lane i, d = word i of the stripe,
 //     k = d ^ secret word at 8 n + 8 i;  acc[i ^ 1] += d;  acc[i] += low32(k) x high32(k).
-//   * after every 16 stripes (1,024 bytes) with bytes left: acc[i] = (acc[i] ^ (acc[i] >> 47) ^ secret word at 128 + 8
-//   i) x P32_1.
+//   * after every 16 stripes (1,024 bytes) with bytes left:
+//     acc[i] = (acc[i] ^ (acc[i] >> 47) ^ secret word at 128 + 8 i) x P32_1.
 //     Of length L there are floor((L - 1) / 1024) such runs, then floor((L - 1 - 1024 x runs) / 64) more stripes.
 //   * the last stripe is the last 64 bytes of the block (it may overlap) with the secret from byte 121.
 //   * result: avalanche(L x P64_1 + sum over i in 0..3 of fold(acc[2 i] ^ s(11 + 16 i), acc[2 i + 1] ^ s(19 + 16 i))),
-//   s(j) the
-//     secret word at byte j, fold(a, b) = low64 ^ high64 of a x b, avalanche(h): h ^= h >> 37; h *= 0x165667919E3779F9;
-//     h ^= h >> 32.
+//     where s(j) is the secret word at byte j, fold(a, b) = low64 ^ high64 of a x b, and
+//     avalanche(h): h ^= h >> 37; h *= 0x165667919E3779F9; h ^= h >> 32.
 // A whole 2,304-byte block: 2 runs of 16 stripes, 3 more stripes, the last stripe; the last 256 bytes hold 4 stripes.
 // tests/kernels/checksum_pages_battery.h holds numbers to check a twin against.
 //
 // What must stay true:
 //  1. Every byte counts, padding included: a page's unwritten bytes are zeroed before its seal. A page of zeros has a
-//  sum
-//     of its own, and equal blocks at different places give different terms.
+//     sum of its own, and equal blocks at different places give different terms.
 //  2. A page whose parts lie apart (layer-major pools) is the sum over its parts, each beginning at the block after the
 //     previous part's last: first_block says where, `add` sums up.
 //  3. A page id outside the pool touches no memory: its sum is 0 (with `add`, left as it was), counted in skipped_rows,
@@ -43,8 +41,7 @@
 
 namespace needle {
 
-// The row that V4's page strides are a multiple of: a whole number of blocks a page, and small enough to share a page
-// out.
+// The row that V4's page strides are a multiple of: a whole number of blocks a page, small enough to share a page out.
 inline constexpr int64_t kChecksumBlockBytes = 2304;
 inline constexpr int64_t kChecksumBlockLeast = 241;  // the shortest input on XXH3's long path
 

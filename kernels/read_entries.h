@@ -2,11 +2,9 @@
 //
 // What must stay true:
 //  1. bf16 elements are copied bit for bit. Others are code x scale, rounded to fp32 and then to bf16 (nearest even; a
-//  NaN
-//     becomes kBf16Nan), the same bits on every twin. kFp8DsMla gives 448 + 64 values, kFp8V32 512 + 64.
+//     NaN becomes kBf16Nan), the same bits on every twin. kFp8DsMla gives 448 + 64 values, kFp8V32 512 + 64.
 //  2. Raw bytes are the slot's data bytes, then its scale bytes (584 of kFp8DsMla, 132 of an fp8 index key), as they
-//  are
-//     stored; kFp8V32's 656 already hold both.
+//     are stored; kFp8V32's 656 already hold both.
 //  3. kNoSlot / kNoEntry (-1) gives zeros and is not counted: selections are padded with it. Any other id that names no
 //     slot gives zeros, is counted in skipped_rows and sets kStatusBadSlot; a position whose page id names no page
 //     gives zeros, is counted in absent_entries and sets kStatusAbsentPage.
