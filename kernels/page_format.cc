@@ -477,7 +477,7 @@ struct V4Layers {
   int ratio0;
 };
 
-Component index_k_component(int layers, int ratio, RopeStyle rope, RopeParameters table, bool hadamard,
+Component index_k_component(int layers, int ratio, RopeStyle rope, const RopeParameters& table, bool hadamard,
                             const PresetOptions& options) {
   ScaleKind scale = options.index_k_scale;
   if (scale == ScaleKind::kNone && options.index_k == ElementFormat::kFp8) scale = ScaleKind::kAmax;
@@ -496,7 +496,7 @@ Component index_k_component(int layers, int ratio, RopeStyle rope, RopeParameter
 }
 
 Component kv_component(ComponentKind kind, int layers, int ratio, ElementFormat element, int head_dim,
-                       RopeParameters table) {
+                       const RopeParameters& table) {
   ScaleKind scale = ScaleKind::kNone;
   if (element == ElementFormat::kFp8DsMla) scale = ScaleKind::kPowerOfTwo;
   if (element == ElementFormat::kFp8V32) scale = ScaleKind::kAmax;
@@ -552,8 +552,8 @@ ModelFormats v4_formats(absl::string_view model, V4Layers layers, const PresetOp
   return formats;
 }
 
-ModelFormats v32_formats(absl::string_view model, int layers, RopeStyle index_rope, bool hadamard, RopeParameters table,
-                         const PresetOptions& options) {
+ModelFormats v32_formats(absl::string_view model, int layers, RopeStyle index_rope, bool hadamard,
+                         const RopeParameters& table, const PresetOptions& options) {
   const ElementFormat main_kv = options.main_kv == ElementFormat::kFp8DsMla ? ElementFormat::kFp8V32 : options.main_kv;
   ModelFormats formats;
   formats.paged = {std::string(model.data(), model.size()), PoolKind::kPaged, options.order, 64, {}};

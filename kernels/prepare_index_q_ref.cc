@@ -98,7 +98,7 @@ absl::Status prepare_index_q_ref(const PrepareIndexQArgs& args) {
   const EntryChain chain = query_chain(args);
   for (int64_t token = 0; token < args.tokens; ++token) {
     for (int head = 0; head < args.heads; ++head) {
-      std::array<double, kIndexHeadDim> x;
+      std::array<double, kIndexHeadDim> x = {};
       for (int c = 0; c < kIndexHeadDim; ++c) {
         x[static_cast<size_t>(c)] = row_value_ref(args.q, token, int64_t{head} * kIndexHeadDim + c);
       }

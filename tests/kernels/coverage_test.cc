@@ -31,7 +31,6 @@ constexpr uint32_t bit(ComponentKind kind) {
 }
 
 constexpr uint32_t kAllElements = (1u << kElementFormatCount) - 1;
-constexpr uint32_t kAllKinds = (1u << kKindCount) - 1;
 constexpr uint32_t kIndexKeys = bit(ComponentKind::kIndexK);
 constexpr uint32_t kKv = bit(ComponentKind::kMainKv) | bit(ComponentKind::kWindowKv);
 constexpr uint32_t kStates = bit(ComponentKind::kIndexKState) | bit(ComponentKind::kMainKvState);
