@@ -189,7 +189,7 @@ static_assert(sizeof(StateStart) == 40);
 struct InitStateArgs {
   StateView state;
   BoundaryView boundaries;               // base may be null where no start names one
-  const StateStart* starts = nullptr;    // [count], no record twice; record -1 skips
+  const StateStart* starts = nullptr;    // [count], no record twice (the host refuses it); record -1 skips
   int32_t count = 0;
   OpReport* report = nullptr;  // a bad record, position or boundary skips that start: kStatusBadSlot, skipped_rows
 };
@@ -222,7 +222,7 @@ struct CommitStateArgs {
   MutableLayerView out;          // the layer that the entries went to
   PageTableView pages;
   const float* position_bias = nullptr;  // [ratio, coff x head_dim] fp32; read for the running form alone
-  const StateCommit* commits = nullptr;  // [count], no record twice
+  const StateCommit* commits = nullptr;  // [count], no record twice (the host refuses it)
   int32_t count = 0;
   OpReport* report = nullptr;  // a commit that does not fit its record changes nothing: kStatusStateMismatch
 };

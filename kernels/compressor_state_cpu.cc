@@ -83,6 +83,7 @@ void update_record(const EntryChainCpu& chain, const StateView& state, std::byte
 absl::Status init_state_cpu(const InitStateArgs& args, Workers& workers) {
   // Nothing here is worth an instruction set: memset and a few rows copied. The reference is as fast, one record a time.
   if (absl::Status status = check_init_state(args); !status.ok()) return status;
+  if (absl::Status status = admit_init_state(args); !status.ok()) return status;
   OpReport left_out = {};
   for (int32_t i = 0; i < args.count; ++i) {
     if (args.starts[i].record == -1 || start_fits(args, args.starts[i])) continue;

@@ -109,6 +109,7 @@ absl::Status check_init_state(const InitStateArgs& args) {
 
 absl::Status init_state_ref(const InitStateArgs& args) {
   if (absl::Status status = check_init_state(args); !status.ok()) return status;
+  if (absl::Status status = admit_init_state(args); !status.ok()) return status;
   const int64_t dims = args.state.head_dim;
   for (int32_t i = 0; i < args.count; ++i) {
     const StateStart& start = args.starts[i];

@@ -33,8 +33,8 @@
 //     Skipped entries still advance the state.
 //  5. Against a double reference with the same stage roundings: mode kOnce, every stored value v within half a step at v
 //     plus 4e-6 x max|row|; kRefV4 and kVllm, at most 1 % of values beyond that, by at most two steps. A row that holds
-//     a NaN or an infinity spoils that entry alone (and the next of ratio 4): behind a norm the whole entry is stored as NaN, without one the value
-//     (bf16) or its block (fp8). A sum of squares that overflows fp32 counts as an infinity.
+//     a NaN or an infinity spoils that entry alone (and the next of ratio 4): behind a norm the whole entry is stored as
+//     NaN, without one the value (bf16) or its block (fp8). A sum of squares that overflows fp32 counts as an infinity.
 //  6. Nothing is allocated; no limit on tokens or sequences but the types'; 64-bit offsets.
 #pragma once
 
@@ -108,8 +108,8 @@ struct StoreRowsArgs {
   const float* position_bias = nullptr;  // [ratio, row_halves x head_dim] fp32; null for ratio 1
   int64_t rows = 0;      // rows that kv and gate have: host-known bound on row_begin + row_count
 
-  // [sequence_count], ascending by row_begin, rows disjoint, no record twice. Padding has row_count 0 and keeps the order
-  // (row_begin = rows will do); nothing else of it is looked at.
+  // [sequence_count], ascending by row_begin, rows disjoint, no record twice (the host refuses it; a CUDA twin does not
+  // look). Padding has row_count 0 and keeps the order (row_begin = rows will do); nothing else of it is looked at.
   const StoreSequence* sequences = nullptr;
   int32_t sequence_count = 0;
 

@@ -1,5 +1,6 @@
 #include "kernels/store_host.h"
 
+#include <bitset>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
@@ -25,6 +26,35 @@ absl::Status bad_page(int32_t page, int64_t entry, int32_t table_row, int64_t pa
                                             "; use -1 for a page that is absent. Nothing was written"));
 }
 
+// Finds a record that one call names twice. A record's bit is set by it, or by one that is a multiple of kBits away, so
+// that only then the items before need be looked through: a pass over the call, without memory of its own.
+class RecordsNamed {
+ public:
+  // The item before `item` that names the same record, or -1. `record_of(i)`: item i's record, -1 where it names none.
+  template <typename RecordOf>
+  int64_t before(int64_t item, const RecordOf& record_of) {
+    const int64_t record = record_of(item);
+    const size_t bit = static_cast<size_t>(record) % kBits;
+    if (!seen_[bit]) {
+      seen_[bit] = true;
+      return -1;
+    }
+    int64_t other = item - 1;
+    while (other >= 0 && record_of(other) != record) --other;
+    return other;
+  }
+
+ private:
+  static constexpr size_t kBits = 8192;  // 1 KiB of stack, as many records as a large pool has
+  std::bitset<kBits> seen_;
+};
+
+absl::Status named_twice(absl::string_view item, int64_t first, int64_t second, int64_t record) {
+  return absl::InvalidArgumentError(absl::StrCat(item, " ", first, " and ", second, " both name state record ", record,
+                                                 "; a call may name a record once, make two calls. Nothing was "
+                                                 "written"));
+}
+
 }  // namespace
 
 StateHeader read_header(const std::byte* record) {
@@ -33,7 +63,9 @@ StateHeader read_header(const std::byte* record) {
   return header;
 }
 
-void write_header(std::byte* record, const StateHeader& header) { std::memcpy(record, &header, sizeof(header)); }
+void write_header(std::byte* record, const StateHeader& header) {
+  std::memcpy(record, &header, sizeof(header));
+}
 
 RawRow carried_row(const StateView& state, const std::byte* record, const StateHeader& header, int64_t position) {
   const int64_t offset = state.form == StateForm::kRaw ? state_ring_row_offset(state, position)
@@ -99,6 +131,10 @@ void clear_slot(const MutableLayerView& out, const EntrySlot& slot) {
 
 absl::Status admit_store_rows(const StoreRowsArgs& args) {
   const int64_t ratio = args.chain.component.ratio;
+  const auto record_of = [&args](int64_t s) {
+    return args.sequences[s].row_count > 0 ? args.sequences[s].record : int64_t{-1};
+  };
+  RecordsNamed records;
   OpReport left_out = {};
   int64_t row_end = 0;
   for (int32_t s = 0; s < args.sequence_count; ++s) {
@@ -123,6 +159,11 @@ absl::Status admit_store_rows(const StoreRowsArgs& args) {
       return absl::OutOfRangeError(absl::StrCat("sequence ", s, " names state record ", sequence.record, " of ",
                                                 args.state.count, ". Nothing was written"));
     }
+    if (ratio > 1) {
+      if (const int64_t other = records.before(s, record_of); other >= 0) {
+        return named_twice("sequences", other, s, sequence.record);
+      }
+    }
     StateHeader header;
     if (!sequence_fits(args, sequence, &header)) {
       left_out.status |= kStatusStateMismatch;
@@ -138,10 +179,16 @@ absl::Status admit_store_rows(const StoreRowsArgs& args) {
       }
       int32_t page = 0;
       switch (fate_of(args.out, args.pages, sequence.table_row, entry, &page)) {
-        case EntryFate::kStored: continue;
-        case EntryFate::kAbsent: left_out.status |= kStatusAbsentPage; break;
-        case EntryFate::kOutsideRow: left_out.status |= kStatusBadPageTable; break;
-        case EntryFate::kRefused: return bad_page(page, entry, sequence.table_row, args.out.page_count);
+        case EntryFate::kStored:
+          continue;
+        case EntryFate::kAbsent:
+          left_out.status |= kStatusAbsentPage;
+          break;
+        case EntryFate::kOutsideRow:
+          left_out.status |= kStatusBadPageTable;
+          break;
+        case EntryFate::kRefused:
+          return bad_page(page, entry, sequence.table_row, args.out.page_count);
       }
       ++left_out.skipped_rows;
     }
@@ -205,6 +252,8 @@ bool commit_fits(const CommitStateArgs& args, const StateCommit& commit, StateHe
 }
 
 absl::Status admit_commit_state(const CommitStateArgs& args) {
+  const auto record_of = [&args](int64_t c) { return args.commits[c].record; };
+  RecordsNamed records;
   OpReport left_out = {};
   for (int32_t c = 0; c < args.count; ++c) {
     const StateCommit& commit = args.commits[c];
@@ -212,6 +261,11 @@ absl::Status admit_commit_state(const CommitStateArgs& args) {
     if (args.ratio > 1 && (commit.record < 0 || commit.record >= args.state.count)) {
       return absl::OutOfRangeError(absl::StrCat("commit ", c, " names state record ", commit.record, " of ",
                                                 args.state.count, ". Nothing was changed"));
+    }
+    if (args.ratio > 1) {
+      if (const int64_t other = records.before(c, record_of); other >= 0) {
+        return named_twice("commits", other, c, commit.record);
+      }
     }
     if (commit.table_row < 0 || commit.table_row >= args.pages.rows) {
       return absl::OutOfRangeError(absl::StrCat("commit ", c, " names page-table row ", commit.table_row, " of ",
@@ -246,6 +300,18 @@ bool start_fits(const InitStateArgs& args, const StateStart& start) {
   return wants_boundary ? start.boundary_record >= 0 && start.boundary_record < args.boundaries.count &&
                               args.boundaries.base != nullptr
                         : start.boundary_record == -1;
+}
+
+absl::Status admit_init_state(const InitStateArgs& args) {
+  const auto record_of = [&args](int64_t i) { return args.starts[i].record; };
+  RecordsNamed records;
+  for (int32_t i = 0; i < args.count; ++i) {
+    if (args.starts[i].record < 0 || args.starts[i].record >= args.state.count) continue;  // skipped
+    if (const int64_t other = records.before(i, record_of); other >= 0) {
+      return named_twice("starts", other, i, args.starts[i].record);
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace needle

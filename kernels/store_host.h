@@ -57,6 +57,7 @@ void clear_slot(const MutableLayerView& out, const EntrySlot& slot);
 absl::Status admit_store_rows(const StoreRowsArgs& args);
 absl::Status admit_store_pooled(const StorePooledArgs& args);
 absl::Status admit_commit_state(const CommitStateArgs& args);
+absl::Status admit_init_state(const InitStateArgs& args);
 bool commit_fits(const CommitStateArgs& args, const StateCommit& commit, StateHeader* header);
 bool start_fits(const InitStateArgs& args, const StateStart& start);
 

@@ -1318,6 +1318,98 @@ inline void wrong_arguments_are_named_before_anything_is_written(const StoreTwin
   out_of_range("no such record", [](StoreSequence& s) { s.record = 1; });
 }
 
+// A record named twice would advance once or twice as threads happen to run.
+inline void a_record_named_twice_in_one_call_is_refused(const StoreTwin& twin) {
+  if (!twin.refuses_bad_ids) return;
+  StoreShape shape = shape_of(index_k(4, ElementFormat::kBf16), 8);
+  shape.sequences = 3;
+  shape.speculative_rows = 8;
+  StoreWorld world(shape, 181);
+  const auto expect_refused = [](const absl::Status& status, const char* items) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_NE(status.message().find(items), absl::string_view::npos) << status;
+  };
+
+  std::vector<StateStart> starts(3);
+  for (int i = 0; i < 3; ++i) {
+    starts[static_cast<size_t>(i)].record = i;
+    starts[static_cast<size_t>(i)].sequence = world.sequence_id(i);
+    starts[static_cast<size_t>(i)].generation = 7;
+  }
+  InitStateArgs init;
+  init.state = world.state;
+  init.starts = starts.data();
+  init.count = 3;
+  const std::vector<std::byte> before = world.records.copy();
+  starts[2].record = 0;
+  expect_refused(twin.init(init), "starts 0 and 2 both name state record 0");
+  EXPECT_EQ(world.records.copy(), before);
+  starts[2].record = -1;
+  starts[1].record = -1;
+  EXPECT_TRUE(twin.init(init).ok()) << "what is skipped may be named often";
+  starts[1].record = 1;
+  starts[2].record = 2;
+  ASSERT_TRUE(twin.init(init).ok());
+
+  std::vector<StoreSequence> sequences(3);
+  for (int i = 0; i < 3; ++i) {
+    StoreSequence& sequence = sequences[static_cast<size_t>(i)];
+    sequence.row_begin = 8 * i;
+    sequence.row_count = 8;
+    sequence.record = i;
+    sequence.sequence = world.sequence_id(i);
+    sequence.generation = 7;
+    sequence.table_row = i;
+  }
+  StoreRowsArgs store;
+  store.chain = world.chain();
+  store.out = world.view();
+  store.pages = world.pages();
+  store.kv = {world.kv.data(), world.columns, RowElement::kFp32};
+  store.gate = {world.gate.data(), world.columns, RowElement::kFp32};
+  store.position_bias = world.bias.data();
+  store.rows = 24;
+  store.sequences = sequences.data();
+  store.sequence_count = 3;
+  store.state = world.state;
+  store.speculative = true;
+  store.report = &world.report;
+  const std::vector<std::byte> pool = world.pool.copy();
+  const std::vector<std::byte> records = world.records.copy();
+  sequences[1].record = 0;
+  sequences[1].sequence = world.sequence_id(0);
+  expect_refused(twin.rows(store, 2), "sequences 0 and 1 both name state record 0");
+  EXPECT_EQ(world.pool.copy(), pool);
+  EXPECT_EQ(world.records.copy(), records);
+  sequences[1].row_count = 0;  // padding
+  ASSERT_TRUE(twin.rows(store, 2).ok());
+
+  std::vector<StateCommit> commits(3);
+  for (int i = 0; i < 3; ++i) {
+    StateCommit& commit = commits[static_cast<size_t>(i)];
+    commit.record = i == 1 ? 2 : i;
+    commit.sequence = world.sequence_id(static_cast<int>(commit.record));
+    commit.generation = 7;
+    commit.ahead = 8;
+    commit.accepted = 4;
+    commit.table_row = static_cast<int32_t>(commit.record);
+  }
+  CommitStateArgs commit;
+  commit.ratio = 4;
+  commit.state = world.state;
+  commit.out = world.view();
+  commit.pages = world.pages();
+  commit.position_bias = world.bias.data();
+  commit.commits = commits.data();
+  commit.count = 3;
+  const std::vector<std::byte> ahead = world.records.copy();
+  expect_refused(twin.commit(commit), "commits 1 and 2 both name state record 2");
+  EXPECT_EQ(world.records.copy(), ahead);
+  commits[1].record = -1;
+  EXPECT_TRUE(twin.commit(commit).ok());
+  EXPECT_NE(world.records.copy(), ahead);
+}
+
 inline void init_clears_a_record_whatever_it_held(const StoreTwin& twin) {
   for (StoreShape shape : shapes_with_state()) {
     shape.speculative_rows = 3;
@@ -1362,6 +1454,7 @@ inline const std::vector<StoreCase>& store_cases() {
       NEEDLE_CASE(unsupported_formats_are_refused_with_a_reason),
       NEEDLE_CASE(wrong_arguments_are_named_before_anything_is_written),
       NEEDLE_CASE(init_clears_a_record_whatever_it_held),
+      NEEDLE_CASE(a_record_named_twice_in_one_call_is_refused),
   };
 #undef NEEDLE_CASE
   return kCases;
