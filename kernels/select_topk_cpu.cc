@@ -294,37 +294,40 @@ constexpr std::array<std::array<uint8_t, 8>, 256> kCompress = [] {
 
 NEEDLE_TARGET_AVX2 void keep_avx2(const float* scores, int64_t count, uint32_t first, uint32_t threshold, Kept& kept) {
   const __m256 limit = _mm256_set1_ps(limit_of(threshold));
-  const uint64_t every = threshold == 0u ? ~uint64_t{0} : 0u;
   const __m256i absent = _mm256_set1_epi32(static_cast<int>(kAbsentScoreBits));
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   uint32_t* const keys = kept.keys;
   uint32_t* const entries = kept.entries;
   int64_t out = kept.count;
-  int64_t at = 0;
-  for (; at + kMaskScores <= count; at += kMaskScores) {
-    uint64_t reach = every;
-    for (int64_t i = 0; i < kMaskScores; i += kAvx2Lanes) {
+  const int64_t whole = count / kAvx2Lanes * kAvx2Lanes;
+  for (int64_t at = 0; at < whole; at += kMaskScores) {
+    const int64_t masked = std::min(kMaskScores, whole - at);
+    uint64_t reach = 0;
+    for (int64_t i = 0; threshold > 0u && i < masked; i += kAvx2Lanes) {
       const __m256 some = _mm256_cmp_ps(_mm256_loadu_ps(scores + at + i), limit, _CMP_GE_OQ);
       reach |= static_cast<uint64_t>(_mm256_movemask_ps(some)) << i;
     }
+    for (int64_t i = 0; threshold == 0u && i < masked; i += kAvx2Lanes) {
+      const uint32_t gone = lanes_of(_mm256_cmpeq_epi32(load_avx2(scores + at + i), absent));
+      reach |= static_cast<uint64_t>(gone ^ 0xFFu) << i;
+    }
     while (reach != 0) {
       const int shift = __builtin_ctzll(reach) & ~7;
-      const int64_t i = at + shift;
-      const __m256i bits = load_avx2(scores + i);
-      const uint32_t gone = lanes_of(_mm256_cmpeq_epi32(bits, absent));
-      const uint32_t keep = static_cast<uint32_t>(reach >> shift & 0xFFu) & ~gone;
+      const uint32_t keep = static_cast<uint32_t>(reach >> shift & 0xFFu);
       reach &= ~(uint64_t{0xFF} << shift);
+      const int64_t i = at + shift;
+      const __m256i key = order_avx2(load_avx2(scores + i));
       const __m256i entry =
           _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(first + static_cast<uint32_t>(i))), lanes);
       const __m256i take =
           _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(kCompress[keep].data())));
-      store_avx2(keys + out, _mm256_permutevar8x32_epi32(order_avx2(bits), take));
+      store_avx2(keys + out, _mm256_permutevar8x32_epi32(key, take));
       store_avx2(entries + out, _mm256_permutevar8x32_epi32(entry, take));
       out += __builtin_popcount(keep);
     }
   }
   kept.count = out;
-  keep_portable(scores + at, count - at, first + static_cast<uint32_t>(at), threshold, kept);
+  keep_portable(scores + whole, count - whole, first + static_cast<uint32_t>(whole), threshold, kept);
 }
 
 NEEDLE_TARGET_AVX2 int64_t count_reaching_avx2(const uint32_t* keys, int64_t count, uint32_t threshold) {
@@ -418,36 +421,39 @@ NEEDLE_TARGET_AVX512 uint64_t reaching_avx512(const uint32_t* of_blocks, int64_t
 NEEDLE_TARGET_AVX512 void keep_avx512(const float* scores, int64_t count, uint32_t first, uint32_t threshold,
                                       Kept& kept) {
   const __m512 limit = _mm512_set1_ps(limit_of(threshold));
-  const uint64_t every = threshold == 0u ? ~uint64_t{0} : 0u;
   const __m512i absent = _mm512_set1_epi32(static_cast<int>(kAbsentScoreBits));
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   uint32_t* const keys = kept.keys;
   uint32_t* const entries = kept.entries;
   int64_t out = kept.count;
-  int64_t at = 0;
-  for (; at + kMaskScores <= count; at += kMaskScores) {
-    uint64_t reach = every;
-    for (int64_t i = 0; i < kMaskScores; i += kAvx512Lanes) {
+  const int64_t whole = count / kAvx512Lanes * kAvx512Lanes;
+  for (int64_t at = 0; at < whole; at += kMaskScores) {
+    const int64_t masked = std::min(kMaskScores, whole - at);
+    uint64_t reach = 0;
+    for (int64_t i = 0; threshold > 0u && i < masked; i += kAvx512Lanes) {
       const __mmask16 some = _mm512_cmp_ps_mask(_mm512_loadu_ps(scores + at + i), limit, _CMP_GE_OQ);
       reach |= static_cast<uint64_t>(some) << i;
     }
+    for (int64_t i = 0; threshold == 0u && i < masked; i += kAvx512Lanes) {
+      const __mmask16 there = _mm512_cmpneq_epi32_mask(load_avx512(scores + at + i), absent);
+      reach |= static_cast<uint64_t>(there) << i;
+    }
     while (reach != 0) {
       const int shift = __builtin_ctzll(reach) & ~15;
-      const int64_t i = at + shift;
-      const __m512i bits = load_avx512(scores + i);
-      const __mmask16 keep =
-          _mm512_mask_cmpneq_epi32_mask(static_cast<__mmask16>(reach >> shift & 0xFFFFu), bits, absent);
+      const __mmask16 keep = static_cast<__mmask16>(reach >> shift & 0xFFFFu);
       reach &= ~(uint64_t{0xFFFF} << shift);
+      const int64_t i = at + shift;
+      const __m512i key = order_avx512(load_avx512(scores + i));
       const __m512i entry =
           _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first + static_cast<uint32_t>(i))), lanes);
       // Compress in the register and store it whole: a compressing store is microcoded on some processors.
-      _mm512_storeu_si512(keys + out, _mm512_maskz_compress_epi32(keep, order_avx512(bits)));
+      _mm512_storeu_si512(keys + out, _mm512_maskz_compress_epi32(keep, key));
       _mm512_storeu_si512(entries + out, _mm512_maskz_compress_epi32(keep, entry));
       out += __builtin_popcount(keep);
     }
   }
   kept.count = out;
-  keep_portable(scores + at, count - at, first + static_cast<uint32_t>(at), threshold, kept);
+  keep_portable(scores + whole, count - whole, first + static_cast<uint32_t>(whole), threshold, kept);
 }
 
 NEEDLE_TARGET_AVX512 int64_t count_reaching_avx512(const uint32_t* keys, int64_t count, uint32_t threshold) {
@@ -613,9 +619,9 @@ uint32_t threshold_of(const RowScan& row, const Blocks& blocks, Seen& seen) {
   // A threshold a little too low is good enough, and found sooner.
   const int64_t slack = row.k / 16;
   Cut cut = kth_largest(row.scanner, row.scratch.of_groups, blocks.group_columns(), row.k, slack);
-  // Where the best stand together, as in a sorted row, the narrower columns prove a higher one.
+  // Where the best stand together, as in a sorted row, the narrower columns prove a higher one; among equals they do not.
   const int64_t columns = blocks.count * blocks.lanes;
-  if (row.scanner.count_reaching(row.scratch.of_blocks, columns, cut.key) > 2 * row.k) {
+  if (cut.reach <= row.k + slack && row.scanner.count_reaching(row.scratch.of_blocks, columns, cut.key) > 2 * row.k) {
     cut = kth_largest(row.scanner, row.scratch.of_blocks, columns, row.k, slack);
   }
   return cut.key > kLowestNumberKey ? cut.key : 0u;
