@@ -77,8 +77,7 @@ absl::Status only_writers(const Session& session) {
 
 std::string default_attach_socket(const std::string& instance) {
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
-  const std::string root = runtime != nullptr && *runtime != 0 ? absl::StrCat(runtime, "/needle") : "/run/needle";
-  return absl::StrCat(root, "/", instance, "/", attach::kAttachSocketName);
+  return attach::runtime_dir(runtime == nullptr ? "" : runtime, instance) + "/" + attach::kAttachSocketName;
 }
 
 std::vector<int32_t> Pages::paged_ids() const { return ids_of(paged); }

@@ -45,8 +45,6 @@ namespace needle::client {
 
 class Session;  // client/session.h: the attach socket, the mappings, the RPCs
 
-inline constexpr int64_t kWindowTokens = 128;  // trailing tokens that V4's attention reads beside what it selects
-
 struct AttachOptions {
   std::string socket;         // the daemon's attach.sock; empty: the default instance's
   std::string pool_set = "default";

@@ -260,6 +260,8 @@ absl::Status check_same_format(const PageFormat& ours, const PageFormat& theirs)
 // Presets. `index_k` picks the index-K element format; fp8 uses the named scale kind.
 
 // The three pools of one model. `window` and `state` are empty (no components) for models without them.
+inline constexpr int64_t kWindowTokens = 128;  // trailing tokens that V4's attention reads beside what it selects
+
 struct ModelFormats {
   PageFormat paged;
   PageFormat window;

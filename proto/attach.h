@@ -53,7 +53,10 @@ inline constexpr char kSecretMetadata[] = "needle-secret-bin";
 inline constexpr char kErrorMetadata[] = "needle-error";
 inline constexpr char kRetryAfterMetadata[] = "needle-retry-after-ms";
 
-// File names inside the daemon's runtime directory ($XDG_RUNTIME_DIR/needle or /run/needle, then the instance's name).
+// Where an instance's sockets lie: $XDG_RUNTIME_DIR/needle/INSTANCE, or /run/needle/INSTANCE where that variable is empty.
+inline std::string runtime_dir(const std::string& xdg_runtime_dir, const std::string& instance) {
+  return (xdg_runtime_dir.empty() ? "/run" : xdg_runtime_dir) + "/needle/" + instance;
+}
 inline constexpr char kAttachSocketName[] = "attach.sock";
 inline constexpr char kGrpcSocketName[] = "grpc.sock";
 inline constexpr char kKeeperSocketName[] = "keeper.sock";

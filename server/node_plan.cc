@@ -10,6 +10,7 @@
 #include "absl/strings/strip.h"
 #include "base/units.h"
 #include "kernels/format_set.h"
+#include "proto/attach.h"
 #include "proto/errors.h"
 #include "server/membership/node_id.h"
 
@@ -71,10 +72,8 @@ std::string plain_name(const std::string& host) {
 absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundings& surroundings) {
   NodePlan plan;
   plan.name = !options.node_name.empty() ? options.node_name : absl::StrCat(plain_name(surroundings.host_name), "-", options.node_instance);
-  plan.runtime_dir = options.node_runtime_dir;
-  if (plan.runtime_dir.empty()) {
-    plan.runtime_dir = absl::StrCat(surroundings.xdg_runtime_dir.empty() ? "/run" : surroundings.xdg_runtime_dir, "/needle/", options.node_instance);
-  }
+  plan.runtime_dir = !options.node_runtime_dir.empty() ? options.node_runtime_dir
+                                                       : attach::runtime_dir(surroundings.xdg_runtime_dir, absl::StrCat(options.node_instance));
   plan.grpc_address = !options.listen_grpc.empty() ? options.listen_grpc : absl::StrCat("127.0.0.1:", 7420 + 2 * options.node_instance);
   plan.metrics_address = !options.listen_metrics.empty() ? options.listen_metrics : absl::StrCat("127.0.0.1:", 7421 + 2 * options.node_instance);
   plan.advertise_address = !options.listen_advertise.empty() ? options.listen_advertise : plan.grpc_address;

@@ -26,7 +26,6 @@ namespace needle::server {
 // A model without compressor state has no state pool, but the core commits every sequence by its state page: a record of
 // this size stands in.
 inline constexpr int64_t kCommitRecordBytes = 256;
-inline constexpr int64_t kWindowTokens = 128;  // V4's sliding window
 
 struct PlannedSet {
   ModelFormats formats;

@@ -495,8 +495,7 @@ int probe(Daemon& daemon, bool as_json, const std::string& peer) {
 std::string default_target() {
   if (const char* chosen = std::getenv("NEEDLE_SOCKET"); chosen != nullptr && *chosen != 0) return chosen;
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
-  const std::string root = runtime != nullptr && *runtime != 0 ? std::string(runtime) + "/needle" : "/run/needle";
-  return root + "/0/" + attach::kGrpcSocketName;
+  return attach::runtime_dir(runtime == nullptr ? "" : runtime, "0") + "/" + attach::kGrpcSocketName;
 }
 
 int run(int argc, char** argv) {
