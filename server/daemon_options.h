@@ -87,6 +87,7 @@ struct DaemonOptions {
   int64_t ship_deadline_ms = 0;
   int64_t ship_deadline_ms_max = 0;
   int64_t ship_retry_ms = 0;
+  int64_t ship_silence_ms = 0;
   int64_t ship_poll_ms = 0;
   int64_t ship_fetch_ms = 0;
   int64_t ship_attempts_max = 0;

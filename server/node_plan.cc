@@ -117,6 +117,7 @@ absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundi
   core.ship_deadline_ms_max = options.ship_deadline_ms_max;
   core.ship_deadline_ms = options.ship_deadline_ms;
   core.ship_retry_ms = options.ship_retry_ms;
+  core.ship_silence_ms = options.ship_silence_ms;
   core.ship_poll_ms = options.ship_poll_ms;
   core.fetch_ms = options.ship_fetch_ms;
   core.ship_attempts_max = options.ship_attempts_max;

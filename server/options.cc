@@ -65,6 +65,7 @@ absl::Status validate(const CoreOptions& options) {
       {"ship_deadline_ms_max", options.ship_deadline_ms_max, 1, kDayMs},
       {"ship_deadline_ms", options.ship_deadline_ms, 1, options.ship_deadline_ms_max},
       {"ship_retry_ms", options.ship_retry_ms, 1, options.lease_ms},
+      {"ship_silence_ms", options.ship_silence_ms, options.ship_retry_ms + 1, kDayMs},
       {"ship_poll_ms", options.ship_poll_ms, 1, options.lease_ms},
       {"fetch_ms", options.fetch_ms, 1, kDayMs},
       {"ship_attempts_max", options.ship_attempts_max, 1, 1'000},

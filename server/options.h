@@ -33,11 +33,12 @@ struct CoreOptions {
 
   int64_t heartbeat_ms = 500;
   int64_t silence_ms = 2'000;       // four missed heartbeats; F9 asks for all rights back within 5 s
-  int64_t lease_ms = 5'000;         // of remote readers; renewed by heartbeat or ask
+  int64_t lease_ms = 4'000;         // of remote readers; renewed by heartbeat or ask. F9 again
   int64_t outcome_remembered_ms = 60'000;  // longer than any client retries
   int64_t ship_deadline_ms_max = 600'000;
   int64_t ship_deadline_ms = 120'000;   // when the caller names none
   int64_t ship_retry_ms = 50;       // resend an unanswered ask or confirm
+  int64_t ship_silence_ms = 2'000;  // a question to the source unanswered for so long ends the ship
   int64_t ship_poll_ms = 2;         // ask again while the source is still storing
   int64_t fetch_ms = 5'000;         // a posted part without completion: close the peer's endpoint
   int64_t ship_attempts_max = 8;

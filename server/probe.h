@@ -60,6 +60,7 @@ namespace needle::server {
   X(ship_sealed)                \
   X(ship_failed)                \
   X(ship_cancelled)             \
+  X(ship_source_silent)         \
   X(ship_deadline_passed)       \
   X(ship_attempt_abandoned)     \
   X(ship_page_shared)           \

@@ -25,6 +25,7 @@ void send(State& state, NodeId to, Incarnation to_incarnation, Body body) {
 void ask(State& state, Ship& ship) {
   PoolSet& set = state.set(ship.set);
   ship.answered = false;
+  ship.unanswered_ns = std::min(ship.unanswered_ns, state.now_ns);
   ship.next_send_ns = state.now_ns + ms(state.options.ship_retry_ms);
   send(state, ship.source, ship.source_incarnation,
        ShipAsk{ship.wire, ship.attempt, ship.sequence, set.options.name, set.options.format, ship.full_pages});
@@ -32,8 +33,13 @@ void ask(State& state, Ship& ship) {
 
 void confirm(State& state, Ship& ship) {
   ship.state = ShipState::kConfirming;
+  ship.unanswered_ns = std::min(ship.unanswered_ns, state.now_ns);
   ship.next_send_ns = state.now_ns + ms(state.options.ship_retry_ms);
   send(state, ship.source, ship.source_incarnation, ShipConfirm{ship.wire, ship.attempt, ship.source_lease});
+}
+
+int64_t silent_at_ns(const State& state, const Ship& ship) {
+  return ship.unanswered_ns == kNever ? kNever : ship.unanswered_ns + ms(state.options.ship_silence_ms);
 }
 
 // Gives back what this attempt holds. Pages of posted parts drain until the part completes.
@@ -238,6 +244,7 @@ void take_offer(State& state, const PeerMessage& message, const ShipOffer& offer
     return;
   }
   Ship& ship = *found;
+  ship.unanswered_ns = kNever;
   if (!ship.source_incarnation.is_none() && ship.source_incarnation != message.from_incarnation) {
     state.probes.hit(Probe::ship_peer_restarted);
     return abandon_attempt(state, ship, make_error(ErrorCode::kPeerLost, "the source restarted while the ship was under way"));
@@ -305,6 +312,7 @@ void take_confirmation(State& state, const PeerMessage& message, const ShipConfi
     state.probes.hit(Probe::ship_message_dropped);
     return;
   }
+  ship->unanswered_ns = kNever;
   if (confirmed.status.ok()) return seal(state, *ship);
   state.probes.hit(Probe::ship_confirm_refused);
   abandon_attempt(state, *ship, confirmed.status);
@@ -696,6 +704,12 @@ void expire(State& state) {
                                                              std::string(kShipStateNames[static_cast<size_t>(ship.state)])));
       continue;
     }
+    if (silent_at_ns(state, ship) <= state.now_ns) {
+      state.probes.hit(Probe::ship_source_silent);
+      fail(state, wire, make_error(ErrorCode::kPeerLost, "the source has answered nothing for " + std::to_string(state.options.ship_silence_ms) +
+                                                             " ms (ship.silence); ship again, or from another peer"));
+      continue;
+    }
     if (ship.next_send_ns > state.now_ns) continue;
     if (ship.state == ShipState::kConfirming) {
       confirm(state, ship);
@@ -711,7 +725,7 @@ void expire(State& state) {
 
 int64_t next_deadline_ns(const State& state) {
   int64_t next = kNever;
-  for (const auto& [wire, ship] : state.ships.all()) next = std::min({next, ship->deadline_ns, ship->next_send_ns});
+  for (const auto& [wire, ship] : state.ships.all()) next = std::min({next, ship->deadline_ns, ship->next_send_ns, silent_at_ns(state, *ship)});
   for (const auto& [id, part] : state.ships.parts) next = std::min(next, part.overdue_ns);
   return next;
 }

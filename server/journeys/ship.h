@@ -6,7 +6,7 @@
 //     has confirmed, after the last byte, that its lease never broke. Then all of it is published as one sequence.
 //  3. A posted part owns its target pages until its completion. An abandoned attempt's pages drain, pinned by their parts,
 //     and a later attempt gets other pages; what comes late is told by (ticket, attempt) and changes nothing.
-//  4. Every ship ends: by success, by a terminal answer of the source, by too many attempts, or by its deadline.
+//  4. Every ship ends: by success, by a terminal answer of the source, by too many attempts, by the source's silence, or by its deadline.
 #pragma once
 
 #include "absl/status/statusor.h"

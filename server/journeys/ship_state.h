@@ -51,6 +51,7 @@ struct Ship {
   Incarnation source_incarnation;  // of this attempt; none until the first offer
   LeaseId source_lease;
   int64_t next_send_ns = 0;        // ask, confirm or place again
+  int64_t unanswered_ns = kNever;  // when the first of the questions that the source has not answered was sent
   bool answered = false;           // the last ask was
   std::vector<ShipItem> items;     // full pages in order of position, then partial, window, state
   int64_t full_pages = 0;          // of `items`

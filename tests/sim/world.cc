@@ -179,6 +179,7 @@ CoreOptions World::draw_options(NodeId id) {
   options.ship_deadline_ms = 3'000;
   options.ship_deadline_ms_max = 10'000;
   options.ship_retry_ms = rng_.between(5, 40);
+  options.ship_silence_ms = 3 * options.lease_ms;
   options.ship_poll_ms = rng_.between(1, 5);
   options.fetch_ms = rng_.between(40, 200);
   options.ship_attempts_max = rng_.between(2, 8);
