@@ -18,6 +18,7 @@
 #include "server/attach/attach_server.h"
 #include "server/core.h"
 #include "server/loop.h"
+#include "server/membership/advertised_host.h"
 #include "server/membership/peer_directory.h"
 #include "server/memory/host_memory.h"
 #include "server/metrics.h"
@@ -280,20 +281,7 @@ class Node::Impl final : public Outbox {
     const auto ready = [this] { (void)door_.post(TransportReady{}); };
     if (options.transport_kind != "none") {
 #ifdef NEEDLE_HAVE_UCX
-      ucx::UcxOptions ucx_options;
-      ucx_options.node = plan_.core.node;
-      ucx_options.instance = random_number();
-      ucx_options.fabric.transports = options.transport_lanes;
-      ucx_options.fabric.devices = options.transport_devices;
-      const bool loopback = plan_.advertise_address.rfind("127.", 0) == 0 || plan_.advertise_address.rfind("localhost:", 0) == 0 || plan_.advertise_address.rfind("[::1]:", 0) == 0;
-      if (ucx_options.fabric.devices.empty() && loopback) ucx_options.fabric.devices = "lo";
-      ucx::UcxEnvironment environment{clock_, processor_clock_, log_, {}, page_checksum(), ready};
-      for (size_t pool = 0; pool < plan_.shapes.size(); ++pool) {
-        if (plan_.shapes[pool].page_bytes == 0) continue;
-        const PoolId id{static_cast<uint32_t>(pool)};
-        environment.pools.push_back({id, memory_->base(id), plan_.shapes[pool]});
-      }
-      absl::StatusOr<std::unique_ptr<ucx::UcxTransport>> started = ucx::UcxTransport::start(ucx_options, std::move(environment));
+      absl::StatusOr<std::unique_ptr<ucx::UcxTransport>> started = start_ucx(ready);
       if (started.ok()) {
         ucx_ = started->get();
         transport_address_ = ucx_->address();
@@ -313,6 +301,26 @@ class Node::Impl final : public Outbox {
   }
 
 #ifdef NEEDLE_HAVE_UCX
+  absl::StatusOr<std::unique_ptr<ucx::UcxTransport>> start_ucx(std::function<void()> ready) {
+    const DaemonOptions& options = parsed_.options;
+    absl::StatusOr<std::string> host = advertised_host(plan_.advertise_address);
+    if (!host.ok()) return host.status();
+    ucx::UcxOptions ucx_options;
+    ucx_options.node = plan_.core.node;
+    ucx_options.instance = random_number();
+    ucx_options.host = *host;
+    ucx_options.fabric.transports = options.transport_lanes;
+    ucx_options.fabric.devices = options.transport_devices;
+    if (ucx_options.fabric.devices.empty() && is_loopback(*host)) ucx_options.fabric.devices = "lo";
+    ucx::UcxEnvironment environment{clock_, processor_clock_, log_, {}, page_checksum(), std::move(ready)};
+    for (size_t pool = 0; pool < plan_.shapes.size(); ++pool) {
+      if (plan_.shapes[pool].page_bytes == 0) continue;
+      const PoolId id{static_cast<uint32_t>(pool)};
+      environment.pools.push_back({id, memory_->base(id), plan_.shapes[pool]});
+    }
+    return ucx::UcxTransport::start(ucx_options, std::move(environment));
+  }
+
   // The number that the writer's process computed before its seal, of the page as it landed.
   static ucx::PageChecksum page_checksum() {
     return [](PoolId, std::span<const std::byte> page) {

@@ -152,6 +152,41 @@ TEST_F(Single, another_format_is_refused_with_both_printed) {
   EXPECT_NE(message.find("element=bf16"), std::string::npos) << message;
 }
 
+// Two addresses of one machine stand for two hosts: nothing may quietly use the loopback's first address.
+TEST(Hosts, daemons_at_different_addresses_ship_over_the_address_that_they_advertise) {
+  Folder folder;
+  DaemonProcess source(folder, "source", DaemonProcess::default_config(), "127.0.0.2");
+  DaemonProcess reader(folder, "reader", DaemonProcess::default_config(), "127.0.0.3");
+  source.know_peer(reader);
+  reader.know_peer(source);
+  source.start();
+  reader.start();
+  ASSERT_TRUE(eventually(20, [&] { return reader.peer_is("source", "up") && source.peer_is("reader", "up"); }));
+  for (const DaemonProcess* daemon : {&source, &reader}) {
+    std::set<int> ports = listening_ports(daemon->pid(), daemon->host());
+    EXPECT_EQ(ports.erase(daemon->metrics_port()), 1u);
+    EXPECT_EQ(ports.size(), 1u) << daemon->name() << ": the transport listens at " << daemon->host() << " and nowhere else there";
+  }
+  auto writer = source.attach();
+  store(*writer, 11, 3 * kPage + 100);
+  auto engine = reader.attach();
+  auto ship = engine->ship("source", SequenceId(11), 20'000);
+  ASSERT_TRUE(ship.ok()) << ship.status();
+  const absl::StatusOr<Lease> lease = ship->wait();
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  EXPECT_TRUE(lease_is(*engine, lease->pages(), 11));
+}
+
+TEST(Hosts, a_wildcard_address_alone_starts_no_transport_and_says_what_to_set) {
+  Folder folder;
+  DaemonProcess daemon(folder, "wild", DaemonProcess::default_config(), "0.0.0.0");
+  daemon.start();
+  v1::StatusReply status;
+  ASSERT_TRUE(daemon.read_status(status));
+  EXPECT_EQ(status.transport().rfind("none: ", 0), 0u) << status.transport();
+  EXPECT_NE(status.transport().find("listen.advertise"), std::string::npos) << status.transport();
+}
+
 TEST_F(Pair, a_ship_between_different_formats_is_refused) {
   DaemonProcess other(folder_, "other", DaemonProcess::default_config() + "index_k = \"fp8\"\n");
   other.know_peer(prefill_);

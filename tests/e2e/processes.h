@@ -8,6 +8,7 @@
 //  4. Pages are filled with words that say (sequence, page position, word), so that a reader can tell whose bytes it sees.
 #pragma once
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
@@ -22,6 +23,7 @@
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -97,8 +99,8 @@ class Folder {
 // One needled. Small pools by default: 128 MiB of full-size pages of finished keys.
 class DaemonProcess {
  public:
-  DaemonProcess(const Folder& folder, std::string name, std::string config)
-      : folder_(folder.path() / name), name_(std::move(name)), grpc_port_(free_port()), metrics_port_(free_port()) {
+  DaemonProcess(const Folder& folder, std::string name, std::string config, std::string host = "127.0.0.1")
+      : folder_(folder.path() / name), name_(std::move(name)), host_(std::move(host)), grpc_port_(free_port()), metrics_port_(free_port()) {
     std::filesystem::create_directories(folder_);
     std::ofstream(folder_ / "needled.toml") << config;
   }
@@ -120,7 +122,7 @@ class DaemonProcess {
   void start() {
     std::vector<std::string> arguments = {NEEDLE_NEEDLED, "--config", (folder_ / "needled.toml").string(), "--node-name", name_,
                                           "--node-runtime-dir", folder_.string(), "--listen-grpc", grpc_address(),
-                                          "--listen-metrics", "127.0.0.1:" + std::to_string(metrics_port_)};
+                                          "--listen-metrics", host_ + ":" + std::to_string(metrics_port_)};
     arguments.insert(arguments.end(), extra_.begin(), extra_.end());
     pid_ = spawn(arguments, -1, -1, (folder_ / "needled.log").string());
     const bool settled = eventually(20, [&] { return answers() || !running(); });
@@ -146,7 +148,8 @@ class DaemonProcess {
     return pid_ > 0 && ::waitid(P_PID, static_cast<id_t>(pid_), &ended, WEXITED | WNOHANG | WNOWAIT) == 0 && ended.si_pid == 0;
   }
 
-  std::string grpc_address() const { return "127.0.0.1:" + std::to_string(grpc_port_); }
+  const std::string& host() const { return host_; }
+  std::string grpc_address() const { return host_ + ":" + std::to_string(grpc_port_); }
   std::string attach_socket() const { return (folder_ / attach::kAttachSocketName).string(); }
   std::string grpc_socket() const { return (folder_ / attach::kGrpcSocketName).string(); }
   int metrics_port() const { return metrics_port_; }
@@ -233,11 +236,35 @@ class DaemonProcess {
  private:
   std::filesystem::path folder_;
   std::string name_;
+  std::string host_;
   int grpc_port_;
   int metrics_port_;
   std::vector<std::string> extra_;
   pid_t pid_ = -1;
 };
+
+// Ports of the IPv4 sockets of a process that listen at this very address, as the kernel tells (gRPC's are IPv6 sockets).
+inline std::set<int> listening_ports(pid_t pid, const std::string& host) {
+  std::set<std::string> sockets;  // "socket:[inode]"
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/fd")) {
+    std::error_code closed_meanwhile;
+    sockets.insert(std::filesystem::read_symlink(entry.path(), closed_meanwhile).string());
+  }
+  in_addr wanted{};
+  EXPECT_EQ(::inet_pton(AF_INET, host.c_str(), &wanted), 1);
+  std::ifstream table("/proc/" + std::to_string(pid) + "/net/tcp");
+  std::set<int> ports;
+  for (std::string line; std::getline(table, line);) {
+    unsigned address = 0;
+    unsigned port = 0;
+    unsigned state = 0;
+    unsigned long inode = 0;
+    if (std::sscanf(line.c_str(), " %*d: %8X:%4X %*8X:%*4X %2X %*s %*s %*s %*s %*s %lu", &address, &port, &state, &inode) != 4) continue;
+    constexpr unsigned kListen = 0x0A;
+    if (state == kListen && address == wanted.s_addr && sockets.count("socket:[" + std::to_string(inode) + "]") > 0) ports.insert(static_cast<int>(port));
+  }
+  return ports;
+}
 
 // A client in a process of its own, driven line by line (client_process.cc), so that a test may kill or stop it.
 class ClientProcess {

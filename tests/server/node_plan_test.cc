@@ -9,6 +9,7 @@
 #include "base/units.h"
 #include "kernels/format_set.h"
 #include "proto/errors.h"
+#include "server/membership/advertised_host.h"
 #include "server/pool/resize_policy.h"
 
 namespace needle::server {
@@ -117,6 +118,23 @@ TEST(NodePlan, a_format_from_a_file_takes_the_place_of_the_model) {
   std::ofstream(path) << "needle-page-format 1\nname broken\n";
   EXPECT_THAT(refusal(plan_of({"--pool", "a:format_file=" + path})), HasSubstr("format_file"));
   EXPECT_THAT(refusal(plan_of({"--pool", "a:format_file=/nonexistent"})), HasSubstr("cannot be read"));
+}
+
+TEST(AdvertisedHost, is_the_numeric_address_of_what_peers_are_told) {
+  EXPECT_EQ(*advertised_host("127.0.0.2:7420"), "127.0.0.2");
+  EXPECT_EQ(*advertised_host("[::1]:7420"), "::1");
+  EXPECT_EQ(*advertised_host("localhost:7420"), "127.0.0.1");
+  EXPECT_TRUE(is_loopback("127.0.0.2"));
+  EXPECT_TRUE(is_loopback("::1"));
+  EXPECT_FALSE(is_loopback("192.0.2.1"));
+}
+
+TEST(AdvertisedHost, refuses_what_no_peer_can_dial_and_names_the_option) {
+  for (const char* address : {"0.0.0.0:7420", "[::]:7420", "no-such-host.invalid:7420"}) {
+    const absl::StatusOr<std::string> host = advertised_host(address);
+    EXPECT_TRUE(is_error(host.status(), ErrorCode::kInvalid)) << address;
+    EXPECT_THAT(std::string(host.status().message()), HasSubstr("listen.advertise")) << address;
+  }
 }
 
 TEST(NodePlan, impossible_budgets_name_what_would_do) {
