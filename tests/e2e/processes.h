@@ -117,6 +117,7 @@ class DaemonProcess {
   }
 
   void add_argument(const std::string& argument) { extra_.push_back(argument); }
+  void run_under(std::vector<std::string> launcher) { launcher_ = std::move(launcher); }  // which execs the daemon in its place
   void know_peer(const DaemonProcess& peer) { add_argument("--peer=" + peer.name_ + "=" + peer.grpc_address()); }
 
   void start() {
@@ -124,6 +125,7 @@ class DaemonProcess {
                                           "--node-runtime-dir", folder_.string(), "--listen-grpc", grpc_address(),
                                           "--listen-metrics", host_ + ":" + std::to_string(metrics_port_)};
     arguments.insert(arguments.end(), extra_.begin(), extra_.end());
+    arguments.insert(arguments.begin(), launcher_.begin(), launcher_.end());
     pid_ = spawn(arguments, -1, -1, (folder_ / "needled.log").string());
     const bool settled = eventually(20, [&] { return answers() || !running(); });
     if (!running()) throw std::runtime_error(name_ + " ended before it answered; its log follows");
@@ -187,6 +189,13 @@ class DaemonProcess {
     }
     return 0;
   }
+  bool log_has(const std::string& text) const {
+    std::ifstream log(folder_ / "needled.log");
+    for (std::string line; std::getline(log, line);) {
+      if (line.find(text) != std::string::npos) return true;
+    }
+    return false;
+  }
   bool peer_is(const std::string& peer, const std::string& state) const {
     v1::PeersReply reply;
     if (!operate(&v1::Operator::Stub::Peers, v1::Empty(), &reply).ok()) return false;
@@ -239,6 +248,7 @@ class DaemonProcess {
   std::string host_;
   int grpc_port_;
   int metrics_port_;
+  std::vector<std::string> launcher_;
   std::vector<std::string> extra_;
   pid_t pid_ = -1;
 };

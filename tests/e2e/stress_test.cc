@@ -11,6 +11,7 @@
 #include "proto/errors.h"
 #include "tests/counts.h"
 #include "tests/e2e/processes.h"
+#include "tests/e2e/small_formats.h"
 
 namespace needle::testing {
 namespace {
@@ -21,19 +22,6 @@ using client::Ticket;
 
 constexpr uint64_t kSeed = 20261129;
 constexpr int kClients = 8;
-
-// One layer of everything: index-K of 64 slots (16 KiB a page), a window page of 37 KiB, a record of 16 KiB.
-ModelFormats small_formats() {
-  PresetOptions options;
-  ModelFormats formats = *preset_formats("raw", options);
-  formats.paged.name = formats.window.name = formats.state.name = "small";
-  formats.paged.components.resize(1);
-  for (PageFormat* format : {&formats.paged, &formats.window, &formats.state}) {
-    format->components.resize(1);
-    format->components[0].layers = 1;
-  }
-  return formats;
-}
 
 // What is sealed and how long it is; shared by all clients.
 class Ledger {

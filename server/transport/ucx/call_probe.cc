@@ -33,7 +33,9 @@ class Pair {
   ~Pair() {
     close(to_reader_);
     close(to_source_);
-    for (ucp_rkey_h key : keys_) ucp_rkey_destroy(key);
+    for (ucp_rkey_h key : keys_) {
+      if (key != nullptr) ucp_rkey_destroy(key);  // null where open() failed
+    }
   }
 
   absl::Status open() {
@@ -51,7 +53,7 @@ class Pair {
     absl::StatusOr<ucp_ep_h> endpoint = open_endpoint(*reader_, listener_->address(), &Pair::on_error, this);
     if (!endpoint.ok()) return endpoint.status();
     to_source_ = *endpoint;
-    if (!progress_until([this] { return request_ != nullptr; })) return peer_error(status_, "the probe does not reach itself");
+    if (!progress_until([this] { return request_ != nullptr; })) return peer_error(status_, "the probe does not reach itself at " + listener_->address().text() + " (UCX wants an address that an interface carries)");
     endpoint = accept_endpoint(*source_, request_, &Pair::on_error, this);
     if (!endpoint.ok()) return endpoint.status();
     to_reader_ = *endpoint;
@@ -60,7 +62,7 @@ class Pair {
       ucp_request_param_t param = request_param();
       note(ucp_ep_flush_nbx(ep, &param));
     }
-    if (!progress_until([this] { return pending_ == 0; })) return peer_error(status_, "the probe does not connect to itself");
+    if (!progress_until([this] { return pending_ == 0; })) return peer_error(status_, "the probe does not connect to itself at " + listener_->address().text() + " (UCX wants an address that an interface carries)");
     for (auto [memory, bytes, from, key] : {std::tuple{&source_memory_, &source_bytes_, to_source_, &keys_[0]},
                                             std::tuple{&target_memory_, &target_bytes_, to_reader_, &keys_[1]}}) {
       absl::StatusOr<std::unique_ptr<MappedMemory>> mapped =

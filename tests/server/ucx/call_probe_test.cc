@@ -102,6 +102,19 @@ TEST(Lanes, are_in_shared_memory_on_one_host_although_errors_are_handled) {
   EXPECT_TRUE(has("posix") || has("sysv")) << describe(report);
 }
 
+// The kernel lets 127.0.0.2 be listened at, and UCX finds no interface with it.
+TEST(Lanes, of_an_address_that_no_interface_carries_are_an_error_that_names_it) {
+  SteadyClock clock;
+  ThreadProcessorClock processor_clock;
+  const absl::StatusOr<std::unique_ptr<Context>> context = Context::create({"tcp", "lo"});
+  ASSERT_TRUE(context.ok()) << context.status();
+  ProbeOptions options;
+  options.host = "127.0.0.2";
+  const absl::StatusOr<CallReport> report = probe_calls(**context, clock, processor_clock, options);
+  if (report.ok()) GTEST_SKIP() << "an interface carries 127.0.0.2, or this UCX needs none";
+  EXPECT_NE(std::string(report.status().message()).find("127.0.0.2"), std::string::npos) << report.status();
+}
+
 TEST(Settings, are_refused_with_the_one_that_is_out_of_bounds) {
   UcxOptions options;
   options.node = NodeId(1);
