@@ -14,10 +14,8 @@
 // together with error handling are set here, because the transport sets them too.
 #include <fcntl.h>
 #include <poll.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <ucp/api/ucp.h>
@@ -32,8 +30,11 @@
 
 #include "base/check.h"
 #include "base/clock.h"
+#include "tests/bench/bench_process.h"
 
 namespace {
+
+using namespace needle::bench;
 
 enum class Call { kAmEager, kAmRendezvous, kGet, kPut };
 
@@ -64,26 +65,6 @@ void check_ok(ucs_status_t status, const char* what) {
   if (status == UCS_OK) return;
   std::fprintf(stderr, "ucx_loop_bench: %s: %s\n", what, ucs_status_string(status));
   std::exit(1);
-}
-
-void write_all(int fd, const void* data, size_t size) {
-  const char* bytes = static_cast<const char*>(data);
-  while (size > 0) {
-    const ssize_t done = write(fd, bytes, size);
-    NEEDLE_CHECK(done > 0, "the other process is gone");
-    bytes += done;
-    size -= static_cast<size_t>(done);
-  }
-}
-
-void read_all(int fd, void* data, size_t size) {
-  char* bytes = static_cast<char*>(data);
-  while (size > 0) {
-    const ssize_t done = read(fd, bytes, size);
-    NEEDLE_CHECK(done > 0, "the other process is gone");
-    bytes += done;
-    size -= static_cast<size_t>(done);
-  }
 }
 
 uint64_t word_of(uint64_t page, uint64_t position) { return (page + 1) * 0x9E3779B97F4A7C15ull ^ position; }
@@ -325,20 +306,6 @@ class Side {
   std::vector<MessageHeader> headers_ = std::vector<MessageHeader>(4096);
   size_t next_header_ = 0;
 };
-
-double processor_seconds() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<double>(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
-         static_cast<double>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * 1e-6;
-}
-
-void pin_to(int cpu) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(cpu, &set);
-  sched_setaffinity(0, sizeof set, &set);
-}
 
 int run_source(const Settings& settings, int channel) {
   if (settings.pin) pin_to(1);

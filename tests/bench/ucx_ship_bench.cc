@@ -6,10 +6,8 @@
 //  2. Every checksum that comes back is compared with the source's, computed before; a difference ends the program.
 //  3. The clock runs on the reading side over `--rounds` passes, after one unmeasured pass.
 #include <fcntl.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -26,10 +24,12 @@
 #include "base/check.h"
 #include "kernels/checksum_pages.h"
 #include "server/transport/ucx/ucx_transport.h"
+#include "tests/bench/bench_process.h"
 
 namespace {
 
 using namespace needle;
+using namespace needle::bench;
 using namespace needle::server;
 using namespace needle::server::ucx;
 
@@ -51,47 +51,6 @@ struct Settings {
 };
 
 constexpr PoolId kPool(0);
-
-double processor_seconds() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<double>(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
-         static_cast<double>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * 1e-6;
-}
-
-void write_all(int fd, const void* data, size_t size) {
-  const char* bytes = static_cast<const char*>(data);
-  while (size > 0) {
-    const ssize_t done = write(fd, bytes, size);
-    NEEDLE_CHECK(done > 0, "the other process is gone");
-    bytes += done;
-    size -= static_cast<size_t>(done);
-  }
-}
-
-void read_all(int fd, void* data, size_t size) {
-  char* bytes = static_cast<char*>(data);
-  while (size > 0) {
-    const ssize_t done = read(fd, bytes, size);
-    NEEDLE_CHECK(done > 0, "the other process is gone");
-    bytes += done;
-    size -= static_cast<size_t>(done);
-  }
-}
-
-void write_text(int fd, const std::string& text) {
-  const uint64_t size = text.size();
-  write_all(fd, &size, sizeof size);
-  write_all(fd, text.data(), text.size());
-}
-
-std::string read_text(int fd) {
-  uint64_t size = 0;
-  read_all(fd, &size, sizeof size);
-  std::string text(size, '\0');
-  read_all(fd, text.data(), size);
-  return text;
-}
 
 uint64_t sum_of(std::span<const std::byte> page) {
   uint64_t sum = 0;
@@ -181,13 +140,6 @@ class Daemon {
   std::string descriptor_;
   std::unique_ptr<UcxTransport> transport_;
 };
-
-void pin_to(int cpu) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(cpu, &set);
-  sched_setaffinity(0, sizeof set, &set);
-}
 
 int run_source(const Settings& settings, int channel) {
   if (settings.pin) pin_to(1);
