@@ -96,7 +96,7 @@ const std::vector<OptionRow<DaemonOptions>>& option_table() {
       {"memory.numa_node", K::kCount, &D::memory_numa_node, "-1", "-1..1023", false,
        "NUMA node that chunks are bound to.", "-1: not bound, the kernel's policy decides."},
       {"memory.keeper", K::kText, &D::memory_keeper, "auto", "auto|none|systemd|PATH of a keeper's socket", false,
-       "Who holds the memory's descriptors over a daemon's death.",
+       "Who holds the memory's descriptors over a daemon's death. Set memory.bytes too: another budget at the restart would not fit what was kept.",
        "auto: systemd's descriptor store when $NOTIFY_SOCKET is there, else keeper.sock in the runtime folder when one listens, else nobody."},
       // --- attach
       {"attach.uids", K::kList, &D::attach_uids, "", "numeric user ids, up to 256", false,

@@ -111,6 +111,14 @@ std::unique_ptr<DescriptorStore> open_store(const std::string& choice, const std
   return std::make_unique<NoDescriptorStore>();
 }
 
+// A budget that depends on what was free at start may differ at the next one; the pools then do not fit what was kept.
+absl::Status check_keeper(const DaemonOptions& options) {
+  const std::string& choice = options.memory_keeper;
+  if (choice == "none" || choice == "auto" || options.memory_bytes != 0) return absl::OkStatus();
+  return make_error(ErrorCode::kInvalid, absl::StrCat("memory.keeper is ", choice, ", and memory.bytes is not set: a budget made of the memory available at start may "
+                                                      "be another after a restart, and what was kept would be lost; set memory.bytes, or memory.keeper = none"));
+}
+
 int run_keeper(const NodePlan& plan, const std::string& choice, int signals, Log& log) {
   const bool named = choice != "auto" && choice != "none" && choice != "systemd";
   const std::string path = named ? choice : plan.runtime_dir + "/" + attach::kKeeperSocketName;
@@ -176,6 +184,7 @@ int main_of(const std::vector<std::string>& arguments) {
   SystemdStore systemd(notify_socket, variable("LISTEN_PID"), variable("LISTEN_FDS"), variable("LISTEN_FDNAMES"), log);
 
   if (parsed->action == OptionAction::kCheckConfig) {
+    if (absl::Status status = check_keeper(options); !status.ok()) return complain(status, 1);
     absl::StatusOr<NodePlan> plan = plan_node(options, surroundings);
     if (!plan.ok()) return complain(plan.status(), 1);
     std::fputs(describe(*plan).c_str(), stdout);
@@ -191,9 +200,13 @@ int main_of(const std::vector<std::string>& arguments) {
   if (absl::Status status = make_runtime_dir(places->runtime_dir); !status.ok()) return complain(status, 2);
   if (parsed->action == OptionAction::kKeeper) return run_keeper(*places, options.memory_keeper, signals.get(), log);
 
+  if (absl::Status status = check_keeper(options); !status.ok()) return complain(status, 1);
   absl::Status failure;
   const std::unique_ptr<DescriptorStore> store = open_store(options.memory_keeper, places->runtime_dir, systemd, !notify_socket.empty(), log, failure);
   if (!failure.ok()) return complain(failure, 2);
+  if (options.memory_bytes == 0 && store->kind() != "none") {
+    log.write(LogLevel::kWarning, "keeper_needs_memory_bytes", {{"store", store->kind()}, {"cause", "the budget may be another after a restart, and what was kept would be lost; set memory.bytes"}});
+  }
   std::vector<KeptDescriptor> kept = store->take_kept();
   for (const KeptDescriptor& descriptor : kept) {
     struct stat found {};

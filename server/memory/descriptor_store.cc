@@ -1,6 +1,7 @@
 #include "server/memory/descriptor_store.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -75,7 +76,9 @@ KeeperMessage keeper_message(KeeperVerb verb, const std::string& name) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<KeeperStore>> KeeperStore::connect(const std::string& path, Log& log) {
+namespace {
+
+absl::StatusOr<FileDescriptor> connect_to_keeper(const std::string& path) {
   absl::StatusOr<FileDescriptor> socket = connect_seqpacket(path);
   if (!socket.ok()) return socket.status();
   ucred owner{};
@@ -84,6 +87,14 @@ absl::StatusOr<std::unique_ptr<KeeperStore>> KeeperStore::connect(const std::str
     return make_error(ErrorCode::kWrongOwner, absl::StrCat("the keeper at ", path, " runs as user ", owner.uid,
                                                            "; it must be this daemon's user or root"));
   }
+  return socket;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<KeeperStore>> KeeperStore::connect(const std::string& path, Log& log) {
+  absl::StatusOr<FileDescriptor> socket = connect_to_keeper(path);
+  if (!socket.ok()) return socket.status();
   return std::unique_ptr<KeeperStore>(new KeeperStore(path, *std::move(socket), log));
 }
 
@@ -92,17 +103,42 @@ void KeeperStore::failed(const char* what, const std::string& name) {
   healthy_ = false;
 }
 
-void KeeperStore::keep(const std::string& name, int fd) {
+bool KeeperStore::put(const std::string& name, int fd) {
   const KeeperMessage message = keeper_message(KeeperVerb::kPut, name);
-  MutexLock hold(mutex_);
   const std::span<const int> fds(&fd, 1);
-  if (send_datagram(socket_.get(), std::as_bytes(std::span(&message, 1)), fds, true) != SendResult::kSent) failed("put", name);
+  return send_datagram(socket_.get(), std::as_bytes(std::span(&message, 1)), fds, true) == SendResult::kSent;
+}
+
+void KeeperStore::remember(const std::string& name, int fd) { held_[name] = FileDescriptor(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
+
+void KeeperStore::keep(const std::string& name, int fd) {
+  MutexLock hold(mutex_);
+  remember(name, fd);
+  if (!put(name, fd)) failed("put", name);
 }
 
 void KeeperStore::drop(const std::string& name) {
   const KeeperMessage message = keeper_message(KeeperVerb::kDrop, name);
   MutexLock hold(mutex_);
+  held_.erase(name);
   if (send_datagram(socket_.get(), std::as_bytes(std::span(&message, 1)), {}, true) != SendResult::kSent) failed("drop", name);
+}
+
+void KeeperStore::tend() {
+  MutexLock hold(mutex_);
+  if (healthy_) {
+    pollfd end{socket_.get(), 0, 0};  // a keeper says nothing unasked: only its end is waited for
+    if (::poll(&end, 1, 0) != 0) failed("watch", "");
+  }
+  if (healthy_) return;
+  absl::StatusOr<FileDescriptor> again = connect_to_keeper(path_);
+  if (!again.ok()) return;  // the log has the loss, the facet and the gauge show it as long as it lasts
+  socket_ = *std::move(again);
+  for (const auto& [name, fd] : held_) {
+    if (!put(name, fd.get())) return;
+  }
+  healthy_ = true;
+  log_.write(LogLevel::kInfo, "keeper_found_again", {{"store", path_}, {"given", absl::StrCat(held_.size())}});
 }
 
 std::vector<KeptDescriptor> KeeperStore::take_kept() {
@@ -125,6 +161,7 @@ std::vector<KeptDescriptor> KeeperStore::take_kept() {
     if (entry.verb == KeeperVerb::kEnd) return kept;
     if (entry.verb != KeeperVerb::kEntry || datagram.fds.size() != 1) continue;
     entry.name[sizeof(entry.name) - 1] = '\0';
+    remember(entry.name, datagram.fds[0].get());
     kept.push_back({entry.name, std::move(datagram.fds[0])});
   }
 }

@@ -8,10 +8,12 @@
 //     the daemon serves on. What was not kept is lost at a restart, and that is visible before it happens.
 //  2. The store holds duplicates: closing the original changes nothing there.
 //  3. Names are 1..60 of a-z 0-9 and dash; one descriptor a name, the last one kept wins.
+//  4. A keeper that was lost (killed, restarted) gets everything again from tend(); until then healthy() says no.
 //
 // Safe from any thread.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -37,6 +39,7 @@ class DescriptorStore {
   virtual std::vector<KeptDescriptor> take_kept() = 0;  // what survived; once, at start
   virtual std::string kind() const = 0;                 // "none", "systemd", "keeper PATH"
   virtual bool healthy() const = 0;
+  virtual void tend() {}  // about once a second: notices a loss, and tries to make it good
 };
 
 class NoDescriptorStore final : public DescriptorStore {
@@ -84,9 +87,12 @@ class KeeperStore final : public DescriptorStore {
   std::vector<KeptDescriptor> take_kept() override;
   std::string kind() const override { return "keeper " + path_; }
   bool healthy() const override;
+  void tend() override;
 
  private:
   KeeperStore(std::string path, FileDescriptor socket, Log& log) : path_(std::move(path)), log_(log), socket_(std::move(socket)) {}
+  bool put(const std::string& name, int fd) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void remember(const std::string& name, int fd) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void failed(const char* what, const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::string path_;
@@ -94,6 +100,7 @@ class KeeperStore final : public DescriptorStore {
   mutable Mutex mutex_;
   FileDescriptor socket_ ABSL_GUARDED_BY(mutex_);
   bool healthy_ ABSL_GUARDED_BY(mutex_) = true;
+  std::map<std::string, FileDescriptor> held_ ABSL_GUARDED_BY(mutex_);  // what a keeper that starts anew is to be given
 };
 
 }  // namespace needle::server

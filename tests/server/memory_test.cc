@@ -344,6 +344,44 @@ TEST(Keeper, a_lost_keeper_is_noticed_and_the_daemon_serves_on) {
   EXPECT_EQ(log.count("keeper_lost"), 1);
 }
 
+TEST(Keeper, that_was_restarted_is_given_everything_again) {
+  Folder folder;
+  RecordingLog log;
+  std::unique_ptr<KeeperStore> store;
+  FileDescriptor before(::memfd_create("before", MFD_CLOEXEC));
+  FileDescriptor during(::memfd_create("during", MFD_CLOEXEC));
+  FileDescriptor dropped(::memfd_create("dropped", MFD_CLOEXEC));
+  {
+    KeeperThread keeper(folder / "keeper.sock");
+    store = *KeeperStore::connect(folder / "keeper.sock", log);
+    store->keep("before", before.get());
+    store->keep("dropped", dropped.get());
+  }
+  store->tend();
+  EXPECT_FALSE(store->healthy()) << "an idle daemon notices too";
+  store->keep("during", during.get());
+  store->drop("dropped");
+  store->tend();
+  EXPECT_FALSE(store->healthy()) << "nobody listens yet";
+  KeeperThread keeper(folder / "keeper.sock");
+  store->tend();
+  EXPECT_TRUE(store->healthy());
+  EXPECT_EQ(log.count("keeper_lost"), 1);
+  EXPECT_EQ(log.count("keeper_found_again"), 1);
+  auto next = *KeeperStore::connect(folder / "keeper.sock", log);
+  const std::vector<KeptDescriptor> kept = next->take_kept();
+  ASSERT_EQ(kept.size(), 2u);
+  const auto inode = [](int fd) {
+    struct stat found {};
+    ::fstat(fd, &found);
+    return found.st_ino;
+  };
+  EXPECT_EQ(kept[0].name, "before");
+  EXPECT_EQ(inode(kept[0].fd.get()), inode(before.get()));
+  EXPECT_EQ(kept[1].name, "during");
+  EXPECT_EQ(inode(kept[1].fd.get()), inode(during.get()));
+}
+
 // What systemd would receive.
 TEST(SystemdStore, keeps_and_drops_by_name_and_takes_back_what_it_was_started_with) {
   Folder folder;
