@@ -3,6 +3,8 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,6 +22,11 @@ namespace {
 constexpr int kProgressRounds = 64;
 // The longest sleep. Anything that matters wakes us; this bounds what a lost event would cost.
 constexpr int64_t kSleepMsMax = 200;
+// The first nap is shorter than a full queue in shared memory takes to drain (half a megabyte: 200 us); the longest bounds
+// what a reader that does not drain costs to a few percent of a core.
+constexpr int64_t kNapNsMin = 20 * kNanosPerMicro;
+constexpr int64_t kNapNsMax = kNanosPerMilli;
+constexpr unsigned long kTimerSlackNs = 1'000;  // the default of 50 us is longer than the first naps
 
 }  // namespace
 
@@ -81,8 +88,16 @@ void WorkerThread::sleep_until(int64_t due_ns) {
   }
 }
 
+void WorkerThread::nap(int64_t ns) {
+  pollfd tasks{wake_fd_, POLLIN, 0};  // UCX's descriptor is left out: not armed, it may be readable all the time
+  const timespec wait{0, static_cast<long>(ns)};
+  ppoll(&tasks, 1, &wait, nullptr);
+}
+
 void WorkerThread::run() {
+  prctl(PR_SET_TIMERSLACK, kTimerSlackNs);
   int64_t due_ns = 0;
+  int64_t nap_ns = 0;
   int64_t busy_ns = clock_.now_ns();
   for (;;) {
     now_ns_ = clock_.now_ns();
@@ -92,10 +107,17 @@ void WorkerThread::run() {
       due_ns = turn_(now_ns_);
       if (due_ns == kEnd) return;
     }
-    if (worked) busy_ns = now_ns_;
+    if (worked) {
+      busy_ns = now_ns_;
+      nap_ns = 0;
+    }
     if (now_ns_ - busy_ns < spin_ns_) continue;
-    if (!worker_->arm()) continue;
-    sleep_until(due_ns);
+    if (worker_->arm()) {
+      sleep_until(due_ns);
+    } else {
+      if (nap_ns > 0) nap(nap_ns);  // the first refusal may only mean that something came in meanwhile
+      nap_ns = std::clamp(2 * nap_ns, kNapNsMin, kNapNsMax);
+    }
   }
 }
 

@@ -4,7 +4,9 @@
 //  1. Only this thread touches the worker and what lives on it. Others post tasks, which run on it in order.
 //  2. It sleeps when there is nothing to do: armed, on the worker's descriptor, until an event, a task or the time that
 //     `turn` asked for. It spins for `spin_ns` first, because a page is often followed by the next.
-//  3. The lock guards the tasks alone and is not held while one runs.
+//  3. Where UCX can't be armed although nothing moves (sends wait for room in a queue in shared memory, which no event
+//     announces), it naps, longer each time: a reader that does not drain costs the source no core.
+//  4. The lock guards the tasks alone and is not held while one runs.
 #pragma once
 
 #include <atomic>
@@ -46,6 +48,7 @@ class WorkerThread {
   void run();
   bool run_tasks();
   void sleep_until(int64_t due_ns);
+  void nap(int64_t ns);
 
   std::unique_ptr<Worker> worker_;
   const Clock& clock_;
