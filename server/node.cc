@@ -228,6 +228,7 @@ class Node::Impl final : public Outbox {
   }
 
   void tend() {
+    store_.tend();
     for (const ServiceFacet& facet : facets()) service_->set_serving(facet.name, facet.serving);
   }
 
@@ -253,6 +254,7 @@ class Node::Impl final : public Outbox {
   void stop() {
     if (stopped_) return;
     stopped_ = true;
+    if (peers_ != nullptr) peers_->say_goodbye();
     metrics_.reset();
     if (service_ != nullptr) service_->stop(kServiceStopMs);
     service_.reset();
@@ -345,7 +347,8 @@ class Node::Impl final : public Outbox {
 #ifdef NEEDLE_HAVE_UCX
     if (ucx_ == nullptr || change.transport_address.empty()) return;
     const absl::Status met = ucx_->meet_peer(change.node, change.incarnation, change.transport_address);
-    if (!met.ok()) log_.write(LogLevel::kWarning, "peer_transport_refused", {{"peer", change.name}, {"cause", std::string(met.message())}});
+    if (!met.ok()) return log_.write(LogLevel::kWarning, "peer_transport_refused", {{"peer", change.name}, {"cause", std::string(met.message())}});
+    ucx_->connect_peer(change.node);  // tens of milliseconds that the first ship would wait for
 #else
     (void)change;
 #endif

@@ -59,13 +59,26 @@ class PeerDirectory::Impl {
     thread_ = std::thread([this] {
       MutexLock hold(mutex_);
       while (!stopping_) {
-        for (auto& [name, peer] : peers_) say_hello(peer);
+        for (auto& [name, peer] : peers_) {
+          if (!leaving_) say_hello(peer, kSilentHellos * hello_ms_);
+        }
         const Condition::Time until = std::chrono::steady_clock::now() + std::chrono::milliseconds(hello_ms_);
         while (!stopping_ && wake_.wait_until(mutex_, until)) {
         }
         note_silence();
       }
     });
+  }
+
+  void say_goodbye() {
+    MutexLock hold(mutex_);
+    leaving_ = true;
+    for (auto& [name, peer] : peers_) {
+      if (peer.state == PeerState::kUp) say_hello(peer, PeerDirectory::kGoodbyeMs);
+    }
+    const Condition::Time until = std::chrono::steady_clock::now() + std::chrono::milliseconds(PeerDirectory::kGoodbyeMs);
+    while (!contexts_.empty() && wake_.wait_until(mutex_, until)) {
+    }
   }
 
   absl::StatusOr<NodeId> find(const std::string& name) const {
@@ -240,6 +253,7 @@ class PeerDirectory::Impl {
     hello.set_transport(self_.transport);
     hello.set_transport_address(self_.transport_address);
     hello.set_build(self_.build);
+    hello.set_leaving(leaving_);
     for (const PeerPoolSet& set : self_.sets) {
       v1::PoolSetFormat* wire = hello.add_sets();
       wire->set_name(set.name);
@@ -256,13 +270,14 @@ class PeerDirectory::Impl {
       log_.write(LogLevel::kInfo, peer.incarnation.is_none() ? "peer_met" : "peer_restarted",
                  {{"peer", peer.name}, {"address", peer.address}, {"incarnation", absl::StrCat(theirs.incarnation())}, {"transport", theirs.transport()}});
     }
-    if (peer.state == PeerState::kSilent) log_.write(LogLevel::kInfo, "peer_heard_again", {{"peer", peer.name}});
+    if (theirs.leaving() && peer.state == PeerState::kUp) log_.write(LogLevel::kInfo, "peer_left", {{"peer", peer.name}});
+    if (!theirs.leaving() && peer.state == PeerState::kSilent) log_.write(LogLevel::kInfo, "peer_heard_again", {{"peer", peer.name}});
     peer.incarnation = incarnation;
     peer.transport = theirs.transport();
     peer.transport_address = theirs.transport_address();
     peer.heard_ns = clock_.now_ns();
-    peer.state = PeerState::kUp;
-    peer.detail.clear();
+    peer.state = theirs.leaving() ? PeerState::kSilent : PeerState::kUp;
+    peer.detail = theirs.leaving() ? "it said goodbye" : "";
     peer.sets.clear();
     for (const v1::PoolSetFormat& set : theirs.sets()) {
       if (peer.sets.size() >= 64) break;
@@ -270,12 +285,13 @@ class PeerDirectory::Impl {
     }
   }
 
-  void say_hello(Peer& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (peer.hello_under_way || stopping_) return;
+  // A goodbye goes out beside a hello that is under way.
+  void say_hello(Peer& peer, int64_t deadline_ms) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if ((peer.hello_under_way && !leaving_) || stopping_) return;
     auto* call = new PendingCall<v1::HelloMessage>;
     auto* request = new v1::HelloMessage;
     fill(*request);
-    call->context.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(4 * hello_ms_));
+    call->context.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(deadline_ms));
     contexts_.push_back(&call->context);
     peer.hello_under_way = true;
     peer.stub->async()->Hello(&call->context, request, &call->reply, [this, call, request, name = peer.name](const grpc::Status& status) {
@@ -325,6 +341,7 @@ class PeerDirectory::Impl {
   std::map<std::string, Peer> peers_ ABSL_GUARDED_BY(mutex_);
   std::vector<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mutex_);  // calls under way
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool leaving_ ABSL_GUARDED_BY(mutex_) = false;  // every hello from now on is a goodbye
   std::thread thread_;
 };
 
@@ -333,6 +350,7 @@ PeerDirectory::PeerDirectory(PeerSelf self, int64_t hello_ms, OnPeer on_peer, Po
 PeerDirectory::~PeerDirectory() = default;
 absl::Status PeerDirectory::add(const std::string& name, const std::string& address) { return impl_->add(name, address); }
 void PeerDirectory::start() { impl_->start(); }
+void PeerDirectory::say_goodbye() { impl_->say_goodbye(); }
 absl::StatusOr<NodeId> PeerDirectory::find(const std::string& name) const { return impl_->find(name); }
 absl::Status PeerDirectory::check_format(NodeId node, const std::string& pool_set) const { return impl_->check_format(node, pool_set); }
 std::vector<PeerRow> PeerDirectory::rows() const { return impl_->rows(); }

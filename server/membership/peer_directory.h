@@ -78,6 +78,7 @@ class PeerDirectory {
  public:
   static constexpr size_t kPeersMax = 256;
   static constexpr int kSendsMax = 1024;
+  static constexpr int64_t kGoodbyeMs = 200;
 
   using OnPeer = std::function<void(const PeerChange&)>;  // must neither block nor call back
   using Post = std::function<absl::Status(Message)>;
@@ -87,6 +88,7 @@ class PeerDirectory {
 
   absl::Status add(const std::string& name, const std::string& address);
   void start();  // hellos go out from now on
+  void say_goodbye();  // a last hello to every peer that is up, at most kGoodbyeMs long: their silence is then no warning
 
   absl::StatusOr<NodeId> find(const std::string& name) const;
   // NOT_FOUND, or FORMAT_MISMATCH with both texts when the peer's pool of that name differs from ours.

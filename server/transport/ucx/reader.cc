@@ -62,7 +62,8 @@ Reader::~Reader() {
 
 absl::Status Reader::listen() {
   for (const auto& [id, callback] : {std::pair{kPage, &Reader::on_page}, std::pair{kRefused, &Reader::on_refused},
-                                     std::pair{kPong, &Reader::on_pong}, std::pair{kWelcome, &Reader::on_welcome}}) {
+                                     std::pair{kPong, &Reader::on_pong}, std::pair{kWelcome, &Reader::on_welcome},
+                                     std::pair{kGoodbye, &Reader::on_goodbye}}) {
     if (absl::Status status = thread_.worker().receive(id, callback, this); !status.ok()) return status;
   }
   return absl::OkStatus();
@@ -81,6 +82,12 @@ void Reader::meet(NodeId node, Incarnation incarnation, uint64_t instance, const
   peer.incarnation = incarnation;
   peer.instance = instance;
   peer.address = address;
+}
+
+void Reader::connect(NodeId node) {
+  const auto found = peers_.find(node);
+  if (stopping_ || found == peers_.end() || found->second.link != nullptr || found->second.address.bytes == 0) return;
+  open_link(found->second, thread_.now_ns());
 }
 
 void Reader::learn(NodeId node, Incarnation incarnation, const std::vector<ChunkDescriptor>& chunks) {
@@ -146,14 +153,15 @@ void Reader::open_link(Peer& peer, int64_t now_ns) {
 }
 
 // Every request to the peer ends with `cause`; the link is closed on the next turn, outside UCX's callbacks.
-void Reader::fail_link(Peer& peer, absl::Status cause) {
+void Reader::fail_link(Peer& peer, absl::Status cause, Ending ending) {
   std::vector<FetchId> ended;
   for (auto& [id, fetch] : fetches_) {
     if (fetch.peer == peer.node && fetch.status.ok()) ended.push_back(id);
   }
   if (peer.link != nullptr && peer.link->failure.ok()) {
     peer.link->failure = cause;
-    log_.write(LogLevel::kWarning, "ucx_link_failed",
+    const bool fault = ending == Ending::kFault;
+    log_.write(fault ? LogLevel::kWarning : LogLevel::kInfo, fault ? "ucx_link_failed" : "ucx_link_closed",
                {{"peer", std::to_string(peer.node.value())}, {"cause", std::string(cause.message())},
                 {"requests", std::to_string(ended.size())}});
   }
@@ -475,6 +483,15 @@ ucs_status_t Reader::on_pong(void* argument, const void* header, size_t header_b
   return UCS_OK;
 }
 
+ucs_status_t Reader::on_goodbye(void* argument, const void* header, size_t header_bytes, void*, size_t,
+                                const ucp_am_recv_param_t*) {
+  Reader* self = static_cast<Reader*>(argument);
+  LinkName name;
+  Peer* peer = self->hear(header, header_bytes, sizeof(LifeHeader), name);
+  if (peer != nullptr) self->fail_link(*peer, make_error(ErrorCode::kPeerLost, "the source says goodbye: it stops"), Ending::kAnnounced);
+  return UCS_OK;
+}
+
 ucs_status_t Reader::on_welcome(void* argument, const void* header, size_t header_bytes, void*, size_t,
                                 const ucp_am_recv_param_t*) {
   Reader* self = static_cast<Reader*>(argument);
@@ -567,7 +584,7 @@ ucs_status_t Reader::take_page(Peer& peer, const PageHeader& header, void* data,
 void Reader::stop() {
   stopping_ = true;
   const absl::Status cause = make_error(ErrorCode::kStopping, "the transport is stopping");
-  for (auto& [node, peer] : peers_) fail_link(peer, cause);
+  for (auto& [node, peer] : peers_) fail_link(peer, cause, Ending::kAnnounced);
 }
 
 }  // namespace needle::server::ucx

@@ -1,7 +1,7 @@
 // The reading half: asks sources for pages, lands them, hashes them, and says when nothing can land any more.
 //
 // Lives on the reader's thread; UcxTransport posts its calls to it. A peer is met once (address), then learned (chunks).
-// The first request to a peer opens a *link*; the link ends whole, by an error, by silence or by close_peer, and takes
+// connect() or the first request to a peer opens a *link*; the link ends whole, by an error, by silence or by close_peer, and takes
 // every request to that peer with it. The next request opens another under the next number.
 //
 // A page of a request:  waiting -> asked -> landing -> arrived
@@ -62,6 +62,7 @@ class Reader {
 
   // The rest on the thread.
   void meet(NodeId peer, Incarnation incarnation, uint64_t instance, const SocketAddress& address);
+  void connect(NodeId peer);  // opens the link now, so that the first request need not wait for it
   void learn(NodeId peer, Incarnation incarnation, const std::vector<ChunkDescriptor>& chunks);
   void fetch(FetchRequest request);
   void cancel(FetchId id);
@@ -137,13 +138,16 @@ class Reader {
                                  const ucp_am_recv_param_t* param);
   static ucs_status_t on_pong(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
                               const ucp_am_recv_param_t* param);
+  static ucs_status_t on_goodbye(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
+                                 const ucp_am_recv_param_t* param);
   static void on_got(void* request, ucs_status_t status, void* landing);
   static void on_received(void* request, ucs_status_t status, size_t bytes, void* landing);
 
   Peer* peer_of_link(const LinkName& name);
   Peer* hear(const void* header, size_t header_bytes, size_t expected_bytes, LinkName& name);
   void open_link(Peer& peer, int64_t now_ns);
-  void fail_link(Peer& peer, absl::Status cause);
+  enum class Ending { kFault, kAnnounced };  // announced: by the peer's goodbye, or because this transport stops
+  void fail_link(Peer& peer, absl::Status cause, Ending ending = Ending::kFault);
   void close_link(Peer& peer);
   bool finish_close(Peer& peer);
   void tend(Peer& peer, int64_t now_ns);

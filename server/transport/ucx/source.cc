@@ -107,12 +107,13 @@ int64_t Source::turn(int64_t now_ns) {
   for (auto entry = links_.begin(); entry != links_.end();) {
     Link& link = entry->second;
     if (paused) link.heard_ns = now_ns;  // time that this thread did not see is not the reader's silence
+    if (link.failure == nullptr && stopping_ && now_ns - stopping_since_ns_ > kGoodbyeNs) fail(link, "the transport is stopping");
     if (link.failure == nullptr && now_ns - link.heard_ns > settings_.silence_ns) {
       counters_.source_links_silent.fetch_add(1);
       fail(link, "the reader is silent");
     }
     if (link.failure == nullptr) {
-      pump(link);
+      if (!stopping_) pump(link);
       ++entry;
     } else if (close(link)) {
       counters_.source_links_now.fetch_sub(1);
@@ -125,12 +126,19 @@ int64_t Source::turn(int64_t now_ns) {
     listener_.reset();  // on this thread, before the worker ends
     return WorkerThread::kEnd;
   }
+  if (stopping_) return now_ns + kNanosPerMilli;
   return now_ns + std::min(settings_.heartbeat_ns, settings_.silence_ns / 4);
 }
 
+// The reader closes the endpoint when it hears the goodbye: closing it here could overtake the message.
 void Source::stop() {
   stopping_ = true;
-  for (auto& [name, link] : links_) fail(link, "the transport is stopping");
+  stopping_since_ns_ = thread_.now_ns();
+  for (auto& [endpoint, link] : links_) {
+    const bool told = !link.reader.is_none() && link.failure == nullptr &&
+                      send_control(link.endpoint, kGoodbye, bytes_of(LifeHeader{link.name}), "");
+    if (!told) fail(link, "the transport is stopping");
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------- pages
@@ -218,6 +226,7 @@ void Source::on_endpoint_error(void* argument, ucp_ep_h endpoint, ucs_status_t) 
   Source* self = static_cast<Source*>(argument);
   const auto found = self->links_.find(endpoint);
   if (found == self->links_.end() || found->second.failure != nullptr) return;
+  if (self->stopping_) return self->fail(found->second, "the reader closed after our goodbye");
   self->counters_.source_links_failed.fetch_add(1);
   self->fail(found->second, "the endpoint to the reader failed");
 }

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "base/units.h"
 #include "server/transport/ucx/chunks.h"
 #include "server/transport/ucx/counters.h"
 #include "server/transport/ucx/reader.h"
@@ -43,9 +44,10 @@ class Source {
   // The rest on the thread.
   void release(PoolId pool, ChunkIndex chunk);
   int64_t turn(int64_t now_ns);  // see WorkerThread::Turn
-  void stop();
+  void stop();  // says goodbye on every link; turn() ends when the readers closed them, or after kGoodbyeNs
 
  private:
+  static constexpr int64_t kGoodbyeNs = 200 * kNanosPerMilli;  // a living reader closes within one; a dead one is not waited for
   struct Item {
     uint64_t ticket;
     uint32_t attempt;
@@ -112,6 +114,7 @@ class Source {
   std::unique_ptr<Listener> listener_;
   int64_t turned_ns_ = 0;
   bool stopping_ = false;
+  int64_t stopping_since_ns_ = 0;
 };
 
 }  // namespace needle::server::ucx

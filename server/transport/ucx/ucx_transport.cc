@@ -256,6 +256,10 @@ absl::Status UcxTransport::meet_peer(NodeId peer, Incarnation incarnation, const
   return absl::OkStatus();
 }
 
+void UcxTransport::connect_peer(NodeId peer) {
+  parts_->reader_thread->post([this, peer] { parts_->reader->connect(peer); });
+}
+
 void UcxTransport::register_chunk(PoolId pool, ChunkIndex chunk) {
   parts_->source_thread->post([this, pool, chunk] {
     absl::StatusOr<std::string> descriptor = parts_->chunks->add(pool, chunk);

@@ -69,6 +69,7 @@ class UcxTransport final : public Transport {
   // What membership tells peers, and what it heard from them. Opaque bytes; INVALID when they are not an address.
   const std::string& address() const;
   absl::Status meet_peer(NodeId peer, Incarnation incarnation, const std::string& address);
+  void connect_peer(NodeId peer);  // opens the link to a peer that was met, ahead of its first request
 
   const std::vector<CallReport>& reports() const;  // of the start-up probe, one a reach
   const Counters& counters() const;

@@ -10,6 +10,7 @@
 //                     kPage    a page, or a part of one
 //                     kRefused a page that can't be had, and why
 //                     kPong    I live
+//                     kGoodbye I stop: the link ends, and that is no fault
 //
 // What must stay true:
 //  1. Every struct is fixed-size, little-endian, without padding, and copied in and out with memcpy.
@@ -31,7 +32,7 @@ inline constexpr uint32_t kWireVersion = 1;
 inline constexpr uint64_t kWireMagic = 0x78637564'6c65656eull;  // "needlucx" in bytes
 static_assert(std::endian::native == std::endian::little, "headers are copied as they lie in memory");
 
-enum MessageId : unsigned { kHello = 1, kFetch = 2, kCancel = 3, kPing = 4, kPage = 5, kRefused = 6, kPong = 7, kWelcome = 8 };
+enum MessageId : unsigned { kHello = 1, kFetch = 2, kCancel = 3, kPing = 4, kPage = 5, kRefused = 6, kPong = 7, kWelcome = 8, kGoodbye = 9 };
 
 struct LinkName {
   uint64_t reader_instance = 0;  // random, of the reader's transport
@@ -93,7 +94,7 @@ struct RefusedHeader {
   uint32_t cause = 0;
 };
 
-struct LifeHeader {  // kPing, kPong
+struct LifeHeader {  // kPing, kPong, kGoodbye
   LinkName link;
 };
 
