@@ -26,6 +26,7 @@ double at_quantile_ms(std::vector<double> ms, double q) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
   const std::string lanes = argc > 1 ? argv[1] : "";  // UCX transports of both daemons; empty: the default
   needle::testing::Folder folder;
   needle::testing::DaemonProcess source(folder, "source", needle::testing::DaemonProcess::default_config(1'024));

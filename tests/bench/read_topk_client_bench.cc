@@ -110,6 +110,7 @@ void measure(client::Client& client, const client::Pages& pages, int64_t entries
 }  // namespace
 
 int main() {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
   needle::testing::Folder folder;
   needle::testing::DaemonProcess daemon(folder, "bench", needle::testing::DaemonProcess::default_config(512) + "[transport]\nkind = \"none\"\n");
   daemon.start();
@@ -129,7 +130,7 @@ int main() {
   NEEDLE_CHECK(lease.ok(), lease.status().ToString().c_str());
   for (const int32_t heads : {1, 64}) {
     for (const int64_t entries : {64, 256, 1'024, 4'096, 16'384}) {
-      const int64_t repeats = std::clamp<int64_t>(200'000'000 / (entries * heads), 200, 20'000);
+      const int64_t repeats = std::clamp<int64_t>(40'000'000 / (entries * heads), 100, 10'000);
       measure(*client, lease->pages(), entries, heads, 512, repeats, rng);
     }
   }
