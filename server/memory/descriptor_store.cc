@@ -74,10 +74,6 @@ KeeperMessage keeper_message(KeeperVerb verb, const std::string& name) {
   return message;
 }
 
-}  // namespace
-
-namespace {
-
 absl::StatusOr<FileDescriptor> connect_to_keeper(const std::string& path) {
   absl::StatusOr<FileDescriptor> socket = connect_seqpacket(path);
   if (!socket.ok()) return socket.status();
