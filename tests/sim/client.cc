@@ -131,6 +131,7 @@ void Client::attached(const Attach::Reply& reply) {
   session_ = reply.session;
   epoch_ = reply.pools[0].epoch;
   memory_epoch_ = node_.memory_epoch;
+  mapped_.clear();  // what it held in a chunk that is not named any more is not good any more either
   for (const PoolLayout& layout : reply.pools) {
     for (ChunkIndex chunk : layout.chunks) mapped_.insert({layout.pool, chunk});
   }

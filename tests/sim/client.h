@@ -34,7 +34,10 @@ class Client {
   bool is_remote() const { return remote_; }
   SessionId session() const { return session_; }
   uint64_t memory_epoch() const { return memory_epoch_; }
-  bool maps(PoolId pool, ChunkIndex chunk) const { return mapped_.contains({pool, chunk}); }
+  // Whether its kernels may touch the chunk. While it attaches they do not: it has fenced, and maps what the reply names.
+  bool maps(PoolId pool, ChunkIndex chunk) const {
+    return alive_ && !remote_ && !attaching_ && memory_epoch_ == node_.memory_epoch && mapped_.contains({pool, chunk});
+  }
 
   void begin();  // a fresh process
   void kill();

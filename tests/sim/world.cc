@@ -73,7 +73,10 @@ void Node::allocate_chunk(PoolId pool, ChunkIndex chunk, int64_t bytes) {
   });
 }
 
-void Node::free_chunk(PoolId pool, ChunkIndex chunk) { chunks.erase({pool, chunk}); }
+void Node::free_chunk(PoolId pool, ChunkIndex chunk) {
+  world.chunk_goes(*this, pool, chunk);
+  chunks.erase({pool, chunk});
+}
 
 void Node::to_session(SessionId session, SessionEvent event) {
   const auto client = sessions.find(session);
@@ -442,6 +445,14 @@ void World::verify(Node& node, PageRef page, uint64_t content, uint32_t position
   const std::string wrong = what_is_wrong(bytes, content, position);
   if (!wrong.empty()) violated(who.name() + " read wrong bytes in " + describe(page) + ": " + wrong);
   ++totals_.pages_verified;
+}
+
+void World::chunk_goes(const Node& node, PoolId pool, ChunkIndex chunk) {
+  for (const auto& client : clients_) {
+    if (&client->node() != &node || !client->maps(pool, chunk)) continue;
+    violated("chunk " + std::to_string(chunk.value()) + " of pool " + std::to_string(pool.value()) + " of node " +
+             std::to_string(node.id.value()) + " is freed while " + client->name() + " maps it");
+  }
 }
 
 void World::process_died(int64_t pid) {

@@ -158,6 +158,7 @@ class World final : public SimFabricHost {
   void start_daemon(Node& node);
   void check_node(Node& node);
   void process_died(int64_t pid);
+  void chunk_goes(const Node& node, PoolId pool, ChunkIndex chunk);  // its memory is about to be freed
   bool pid_lives(int64_t pid) const { return pids_.contains(pid); }
   int64_t new_pid() {
     pids_.insert(++last_pid_);
