@@ -39,6 +39,7 @@ void Client::kill() {
   fence_waiters_.clear();
   mapped_.clear();
   held_.clear();
+  once_held_ = PageRef();
   kernels_ = 0;
   world_.process_died(pid_);
 }
@@ -82,6 +83,7 @@ void Client::attach() {
   if (world_.rng().chance(0.05)) request.format = "another format";
   if (!remote_) request.process = {pid_, pid_ * 10, 0, instance_};
   for (const auto& [lease, pages] : held_) request.held.insert(request.held.end(), pages.begin(), pages.end());
+  if (!once_held_.pool.is_none() && world_.rng().chance(0.3)) request.held.push_back(once_held_);
   if (!request.held.empty()) request.held_lease = LeaseId(world_.rng().next() | 1);
   request.held_epoch = epoch_;
   // Before it attaches anew it has fenced, and unmapped every chunk without held pages (messages.h, Attach).

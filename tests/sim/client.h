@@ -64,7 +64,12 @@ class Client {
   void session_is_stale(const std::string& why);
 
   void hold(LeaseId lease, std::vector<PageRef> pages) { held_[lease] = std::move(pages); }
-  void unhold(LeaseId lease) { held_.erase(lease); }
+  void unhold(LeaseId lease) {
+    const auto held = held_.find(lease);
+    if (held == held_.end()) return;
+    if (!held->second.empty()) once_held_ = held->second.front();
+    held_.erase(held);
+  }
 
  private:
   friend class Job;
@@ -103,6 +108,7 @@ class Client {
   std::set<std::pair<PoolId, ChunkIndex>> mapped_;
   std::vector<std::pair<SessionId, SessionEvent>> early_;  // events that overtook the attach's own reply
   int64_t last_event_ns_ = 0;
+  PageRef once_held_;  // given back, and sometimes claimed again by mistake: a stale handle
   std::map<LeaseId, std::vector<PageRef>> held_;  // pages of open leases, to ask for again after a daemon restart
 };
 
