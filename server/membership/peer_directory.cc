@@ -245,7 +245,7 @@ class PeerDirectory::Impl {
     return absl::OkStatus();
   }
 
-  void fill(v1::HelloMessage& hello) const {
+  void fill(v1::HelloMessage& hello) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     hello.set_version(kHelloVersion);
     hello.set_node(self_.name);
     hello.set_incarnation(self_.incarnation.value());
