@@ -72,11 +72,12 @@ class Leases {
   }
 
   Lease& open(std::unique_ptr<Lease> lease) {
-    Lease& opened = *lease;
-    if (opened.expires_ns != kNever) expiry_.emplace(opened.expires_ns, Key(opened.session, opened.id));
-    if (!opened.reader.node.is_none()) readers_[opened.reader] = &opened;
-    leases_[Key(opened.session, opened.id)] = std::move(lease);
-    return opened;
+    Lease* opened = lease.get();
+    const Key key(opened->session, opened->id);
+    if (opened->expires_ns != kNever) expiry_.emplace(opened->expires_ns, key);
+    if (!opened->reader.node.is_none()) readers_[opened->reader] = opened;
+    leases_[key] = std::move(lease);
+    return *opened;
   }
   std::unique_ptr<Lease> close(SessionId session, LeaseId id) {
     const auto found = leases_.find(Key(session, id));

@@ -55,10 +55,10 @@ class Sessions {
     return -1;
   }
   Session& add(std::unique_ptr<Session> session) {
-    Session& added = *session;
-    if (added.slot >= 0) slots_[static_cast<size_t>(added.slot)] = true;
-    sessions_[added.id] = std::move(session);
-    return added;
+    Session* added = session.get();
+    if (added->slot >= 0) slots_[static_cast<size_t>(added->slot)] = true;
+    sessions_[added->id] = std::move(session);
+    return *added;
   }
   void erase(SessionId id) {
     const auto found = sessions_.find(id);

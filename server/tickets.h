@@ -70,10 +70,10 @@ class Tickets {
     return found == writers_.end() ? nullptr : found->second;
   }
   Ticket& open(std::unique_ptr<Ticket> ticket) {
-    Ticket& opened = *ticket;
-    writers_[std::pair(opened.set, opened.sequence)] = &opened;
-    tickets_[Key(opened.session, opened.id)] = std::move(ticket);
-    return opened;
+    Ticket* opened = ticket.get();
+    writers_[std::pair(opened->set, opened->sequence)] = opened;
+    tickets_[Key(opened->session, opened->id)] = std::move(ticket);
+    return *opened;
   }
   std::unique_ptr<Ticket> close(SessionId session, TicketId id) {
     const auto found = tickets_.find(Key(session, id));

@@ -282,7 +282,7 @@ void take_offer(State& state, const PeerMessage& message, const ShipOffer& offer
       ++ship.arrived;
       state.probes.hit(Probe::ship_page_shared);
     }
-    ship.items.push_back(std::move(item));
+    ship.items.push_back(item);
     ++ship.full_pages;
   }
   if (offer.complete) {

@@ -75,10 +75,10 @@ class Ships {
     return found == ships_.end() ? nullptr : found->second.get();
   }
   Ship& open(std::unique_ptr<Ship> ship) {
-    Ship& opened = *ship;
-    by_key_[Key(opened.session, opened.ticket)] = &opened;
-    ships_[opened.wire] = std::move(ship);
-    return opened;
+    Ship* opened = ship.get();
+    by_key_[Key(opened->session, opened->ticket)] = opened;
+    ships_[opened->wire] = std::move(ship);
+    return *opened;
   }
   std::unique_ptr<Ship> close(TicketId wire) {
     const auto found = ships_.find(wire);

@@ -85,12 +85,12 @@ class RecordTable {
 
  private:
   uint64_t word(PageIndex page) const {
-    uint64_t value;
-    std::memcpy(&value, base_ + words_offset_ + int64_t{page.value()} * 8, sizeof(value));
+    uint64_t value = 0;
+    std::memcpy(&value, &base_[words_offset_ + int64_t{page.value()} * 8], sizeof(value));
     return value;
   }
   const std::byte* record_at(PageIndex page) const {
-    return base_ + records_offset_ + int64_t{page.value()} * static_cast<int64_t>(sizeof(PageRecord));
+    return &base_[records_offset_ + int64_t{page.value()} * static_cast<int64_t>(sizeof(PageRecord))];
   }
   uint32_t crc_of(PageIndex page, const PageRecord& record) const;
 

@@ -19,7 +19,7 @@ int64_t Pool::pages_max(const PoolShape& shape) {
   return shape.page_bytes == 0 ? 0 : shape.chunk_bytes * shape.chunks_max / shape.page_bytes;
 }
 
-Pool::Pool(PoolId id, const PoolShape& shape, EvictionPolicy policy, RecordTable records)
+Pool::Pool(PoolId id, const PoolShape& shape, EvictionPolicy policy, const RecordTable& records)
     : id_(id),
       shape_(shape),
       policy_(policy),

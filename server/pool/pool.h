@@ -62,7 +62,7 @@ class Pool {
   static constexpr uint16_t kFlagResumePoint = 2;  // a resume point hangs on this boundary
   static constexpr uint16_t kFlagListed = 4;       // on the idle list
 
-  Pool(PoolId id, const PoolShape& shape, EvictionPolicy policy, RecordTable records);
+  Pool(PoolId id, const PoolShape& shape, EvictionPolicy policy, const RecordTable& records);
 
   static int64_t pages_max(const PoolShape& shape);
 
