@@ -19,6 +19,5 @@ namespace needle::internal {
 
 }  // namespace needle::internal
 
-#define NEEDLE_CHECK(expression, message)                                                       \
-  (static_cast<bool>(expression) ? static_cast<void>(0)                                         \
-                                 : ::needle::internal::check_failed(__FILE__, __LINE__, #expression, message))
+#define NEEDLE_CHECK(expression, message) \
+  (static_cast<bool>(expression) ? static_cast<void>(0) : ::needle::internal::check_failed(__FILE__, __LINE__, #expression, message))

@@ -38,14 +38,14 @@ class Id {
 };
 
 using PoolId = Id<struct PoolIdTag, uint32_t, 0xFFFFFFFFu>;
-using PageIndex = Id<struct PageIndexTag, uint32_t, 0xFFFFFFFFu>;   // position of a page in its pool
-using Generation = Id<struct GenerationTag, uint32_t, 0u>;          // of a page; grows each time it is reserved
-using ChunkIndex = Id<struct ChunkIndexTag, uint32_t, 0xFFFFFFFFu>; // position of a chunk in its pool
-using Epoch = Id<struct EpochTag, uint64_t, 0u>;                    // of a pool; changes when its bytes were lost
-using Incarnation = Id<struct IncarnationTag, uint64_t, 0u>;        // of a daemon process; changes at every start
+using PageIndex = Id<struct PageIndexTag, uint32_t, 0xFFFFFFFFu>;    // position of a page in its pool
+using Generation = Id<struct GenerationTag, uint32_t, 0u>;           // of a page; grows each time it is reserved
+using ChunkIndex = Id<struct ChunkIndexTag, uint32_t, 0xFFFFFFFFu>;  // position of a chunk in its pool
+using Epoch = Id<struct EpochTag, uint64_t, 0u>;                     // of a pool; changes when its bytes were lost
+using Incarnation = Id<struct IncarnationTag, uint64_t, 0u>;         // of a daemon process; changes at every start
 using TicketId = Id<struct TicketIdTag, uint64_t, 0u>;
 using LeaseId = Id<struct LeaseIdTag, uint64_t, 0u>;
-using SessionId = Id<struct SessionIdTag, uint64_t, 0u>;            // an attached client or a peer's session
+using SessionId = Id<struct SessionIdTag, uint64_t, 0u>;  // an attached client or a peer's session
 using SequenceId = Id<struct SequenceIdTag, uint64_t, 0u>;
 using NodeId = Id<struct NodeIdTag, uint32_t, 0xFFFFFFFFu>;
 
@@ -63,7 +63,5 @@ static_assert(std::is_trivially_copyable_v<PageId>);
 
 template <class Tag, class Representation, Representation kNoneValue>
 struct std::hash<needle::Id<Tag, Representation, kNoneValue>> {
-  size_t operator()(needle::Id<Tag, Representation, kNoneValue> id) const noexcept {
-    return std::hash<Representation>()(id.value());
-  }
+  size_t operator()(needle::Id<Tag, Representation, kNoneValue> id) const noexcept { return std::hash<Representation>()(id.value()); }
 };

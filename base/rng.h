@@ -37,9 +37,7 @@ class Rng {
   }
 
   // Uniform in [low, high].
-  constexpr int64_t between(int64_t low, int64_t high) {
-    return low + static_cast<int64_t>(below(static_cast<uint64_t>(high - low) + 1));
-  }
+  constexpr int64_t between(int64_t low, int64_t high) { return low + static_cast<int64_t>(below(static_cast<uint64_t>(high - low) + 1)); }
 
   // Uniform in [0, 1) with 53 bits.
   constexpr double unit() { return static_cast<double>(next() >> 11) * 0x1.0p-53; }

@@ -101,8 +101,7 @@ Launch::~Launch() {
 
 // ----------------------------------------------------------------------------------------------------------------- lease
 
-Lease::Lease(std::shared_ptr<Session> session, LeaseId id, Pages pages)
-    : session_(std::move(session)), id_(id), pages_(std::move(pages)) {
+Lease::Lease(std::shared_ptr<Session> session, LeaseId id, Pages pages) : session_(std::move(session)), id_(id), pages_(std::move(pages)) {
   session_->remember_lease(id_, pages_);
 }
 Lease::Lease(Lease&&) noexcept = default;
@@ -182,8 +181,7 @@ absl::Status Ticket::alive() const {
 // Takes over the daemon's view; pages that are new to this ticket are zeroed here, in the writer's process, so that every
 // byte that is never written is zero when the page is hashed.
 absl::Status Ticket::take(const v1::TicketView& view) {
-  const auto zero_new = [&](PoolKind kind, const std::vector<PageId>& before, const std::vector<PageId>& now,
-                            size_t first_own) {
+  const auto zero_new = [&](PoolKind kind, const std::vector<PageId>& before, const std::vector<PageId>& now, size_t first_own) {
     const PoolBytes pool = writable_bytes(*session_, kind);
     for (size_t i = first_own; i < now.size(); ++i) {
       if (i < before.size() && before[i] == now[i]) continue;
@@ -252,8 +250,8 @@ absl::Status Ticket::add_full_pages(int64_t tokens, std::span<const PageName> na
   const int64_t first = std::max(sealed_, shared_);
   if (full <= first) return absl::OkStatus();
   if (full > static_cast<int64_t>(pages_.paged.size())) {
-    return make_error(ErrorCode::kInvalid, absl::StrCat("sealing ", tokens, " tokens, but only ", pages_.tokens,
-                                                        " are reserved; extend first"));
+    return make_error(ErrorCode::kInvalid,
+                      absl::StrCat("sealing ", tokens, " tokens, but only ", pages_.tokens, " are reserved; extend first"));
   }
   const auto range = std::span(pages_.paged).subspan(static_cast<size_t>(first), static_cast<size_t>(full - first));
   absl::StatusOr<std::vector<uint64_t>> sums = checksums(PoolKind::kPaged, range, workers);
@@ -297,8 +295,8 @@ absl::StatusOr<Lease> Ticket::end(int64_t tokens, std::span<const PageName> name
   if (tokens % page_tokens != 0) {
     const auto partial = static_cast<size_t>(tokens / page_tokens);
     if (partial >= pages_.paged.size()) {
-      return make_error(ErrorCode::kInvalid, absl::StrCat("sealing ", tokens, " tokens, but only ", pages_.tokens,
-                                                          " are reserved; extend first"));
+      return make_error(ErrorCode::kInvalid,
+                        absl::StrCat("sealing ", tokens, " tokens, but only ", pages_.tokens, " are reserved; extend first"));
     }
     absl::StatusOr<std::vector<uint64_t>> sums = checksums(PoolKind::kPaged, std::span(pages_.paged).subspan(partial, 1), workers);
     if (!sums.ok()) return sums.status();
@@ -376,8 +374,8 @@ absl::StatusOr<ShipView> Ship::progress() const {
   if (absl::Status status = session_->call(&v1::Needle::Stub::ShipProgress, request, &reply, session_->call_ms()); !status.ok()) {
     return status;
   }
-  return ShipView{reply.state(), reply.attempt(), reply.pages_known(), reply.pages_arrived(), reply.bytes_arrived(),
-                  reply.source_complete()};
+  return ShipView{reply.state(),         reply.attempt(),       reply.pages_known(),
+                  reply.pages_arrived(), reply.bytes_arrived(), reply.source_complete()};
 }
 
 absl::StatusOr<Lease> Ship::wait() {
@@ -605,9 +603,7 @@ absl::StatusOr<Lease> Client::acquire_either(SequenceId sequence, std::span<cons
 }
 
 absl::StatusOr<Lease> Client::acquire(SequenceId sequence) const { return acquire_either(sequence, {}); }
-absl::StatusOr<Lease> Client::acquire_prefix(std::span<const PageName> names) const {
-  return acquire_either(SequenceId(), names);
-}
+absl::StatusOr<Lease> Client::acquire_prefix(std::span<const PageName> names) const { return acquire_either(SequenceId(), names); }
 
 absl::StatusOr<Ship> Client::ship(const std::string& peer, SequenceId sequence, int64_t deadline_ms) {
   v1::ShipStartRequest request;
@@ -692,17 +688,15 @@ absl::Status Client::check_query(const TopkQuery& query, int component) const {
   const auto heads = static_cast<size_t>(query.heads);
   if (query.q.size() != queries * heads * kIndexHeadDim || query.head_weights.size() != queries * heads) {
     return make_error(ErrorCode::kInvalid,
-                      absl::StrCat(queries, " queries of ", heads, " heads want ", queries * heads * kIndexHeadDim,
-                                   " query values and ", queries * heads, " weights, got ", query.q.size(), " and ",
-                                   query.head_weights.size()));
+                      absl::StrCat(queries, " queries of ", heads, " heads want ", queries * heads * kIndexHeadDim, " query values and ",
+                                   queries * heads, " weights, got ", query.q.size(), " and ", query.head_weights.size()));
   }
   if (query.k < 1 || query.k > kTopkMax) {
     return make_error(ErrorCode::kInvalid, absl::StrCat("k is ", query.k, ", must be 1..", kTopkMax));
   }
   for (int64_t position : query.positions) {
     if (position < 0 || position >= kRopePositionsMax) {
-      return make_error(ErrorCode::kInvalid,
-                        absl::StrCat("query position ", position, ", must be 0..", kRopePositionsMax - 1));
+      return make_error(ErrorCode::kInvalid, absl::StrCat("query position ", position, ", must be 0..", kRopePositionsMax - 1));
     }
   }
   return absl::OkStatus();
@@ -848,8 +842,8 @@ absl::StatusOr<std::vector<uint16_t>> Client::read_entries(const Pages& pages, i
   args.report = &report;
   if (absl::Status status = read_entries_cpu(args, best_cpu_isa(), workers); !status.ok()) return status;
   if (report.status != 0) {
-    return make_error(ErrorCode::kStale, absl::StrCat(report.absent_entries, " of ", entries.size(),
-                                                      " entries have no page any more; acquire anew"));
+    return make_error(ErrorCode::kStale,
+                      absl::StrCat(report.absent_entries, " of ", entries.size(), " entries have no page any more; acquire anew"));
   }
   return out;
 }

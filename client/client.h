@@ -46,15 +46,15 @@ namespace needle::client {
 class Session;  // client/session.h: the attach socket, the mappings, the RPCs
 
 struct AttachOptions {
-  std::string socket;         // the daemon's attach.sock; empty: the default instance's
+  std::string socket;  // the daemon's attach.sock; empty: the default instance's
   std::string pool_set = "default";
   std::string client_name = "engine";  // shown to operators
   // What this engine reads and writes. Empty (no components in `paged`): take the daemon's, for tools that adapt.
   ModelFormats formats;
-  bool writable = true;       // false: read-only mappings alone; a stray write ends this process and nothing else
-  int64_t call_ms = 5'000;    // deadline of a call that names none
-  bool reconnect = true;      // attach again when the daemon comes back
-  Log* log = nullptr;         // null: silent; must outlive the client
+  bool writable = true;     // false: read-only mappings alone; a stray write ends this process and nothing else
+  int64_t call_ms = 5'000;  // deadline of a call that names none
+  bool reconnect = true;    // attach again when the daemon comes back
+  Log* log = nullptr;       // null: silent; must outlive the client
 };
 
 // A sequence's pages. Ids are what kernels' page tables take (int32), generations are checked before and after a read.
@@ -108,7 +108,7 @@ class Ticket {
 
   TicketId id() const { return id_; }
   SequenceId sequence() const { return sequence_; }
-  const Pages& pages() const { return pages_; }   // tokens = reserved
+  const Pages& pages() const { return pages_; }  // tokens = reserved
   int64_t tokens_published() const { return published_; }
   int64_t pages_sealed() const { return sealed_; }
   int64_t matched_tokens() const { return matched_; }  // stored already, at reserve
@@ -203,24 +203,24 @@ struct Match {
 };
 
 struct TopkQuery {
-  int32_t layer = 0;                     // of the index-K component
-  std::span<const uint16_t> q;           // [queries, heads, 128] bf16; raw unless `prepared`
-  std::span<const float> head_weights;   // [queries, heads]; raw unless `prepared`
-  std::span<const int64_t> positions;    // [queries] token positions; entries complete at them are visible
+  int32_t layer = 0;                    // of the index-K component
+  std::span<const uint16_t> q;          // [queries, heads, 128] bf16; raw unless `prepared`
+  std::span<const float> head_weights;  // [queries, heads]; raw unless `prepared`
+  std::span<const int64_t> positions;   // [queries] token positions; entries complete at them are visible
   int32_t heads = 0;
-  bool prepared = false;                 // RoPE, rotation and weight factors are already applied
+  bool prepared = false;  // RoPE, rotation and weight factors are already applied
   int32_t k = 512;
-  bool by_rank = false;                  // else ascending by position
+  bool by_rank = false;  // else ascending by position
 };
 
 struct TopkAnswer {
-  int64_t stride = 0;               // members a query, -1 padded
-  std::vector<int32_t> positions;   // [queries, stride] entries
-  std::vector<int32_t> slots;       // [queries, stride] page x slots + offset, for the engine's attention
-  std::vector<float> scores;        // [queries, stride]
-  std::vector<int32_t> counts;      // [queries]
-  uint32_t variant = 0;             // ScoreVariant
-  OpReport report{};                // what had to be left out
+  int64_t stride = 0;              // members a query, -1 padded
+  std::vector<int32_t> positions;  // [queries, stride] entries
+  std::vector<int32_t> slots;      // [queries, stride] page x slots + offset, for the engine's attention
+  std::vector<float> scores;       // [queries, stride]
+  std::vector<int32_t> counts;     // [queries]
+  uint32_t variant = 0;            // ScoreVariant
+  OpReport report{};               // what had to be left out
 };
 
 class Client {
@@ -254,8 +254,8 @@ class Client {
   // In this process, over the mapped pool. A decode engine with its own buffers calls the kernels itself.
   absl::StatusOr<TopkAnswer> read_topk(const Pages& pages, const TopkQuery& query, Workers& workers);
   // Entries of one layer of one component, widened to bf16 [entries.size(), values]; -1 gives zeros.
-  absl::StatusOr<std::vector<uint16_t>> read_entries(const Pages& pages, int component, int layer,
-                                                     std::span<const int32_t> entries, Workers& workers);
+  absl::StatusOr<std::vector<uint16_t>> read_entries(const Pages& pages, int component, int layer, std::span<const int32_t> entries,
+                                                     Workers& workers);
   // By the daemon's kernels: for tools, and for sequences whose pages this process does not map.
   absl::StatusOr<TopkAnswer> read_topk_remote(const Lease& lease, const TopkQuery& query);
 

@@ -15,8 +15,7 @@ namespace {
 class Digest {
  public:
   Digest() : context_(EVP_MD_CTX_new()) {
-    NEEDLE_CHECK(context_ != nullptr && EVP_DigestInit_ex(context_.get(), EVP_sha256(), nullptr) == 1,
-                 "libcrypto refuses SHA-256");
+    NEEDLE_CHECK(context_ != nullptr && EVP_DigestInit_ex(context_.get(), EVP_sha256(), nullptr) == 1, "libcrypto refuses SHA-256");
   }
 
   void add(const void* bytes, size_t size) {
@@ -35,8 +34,7 @@ class Digest {
   PageName name() {
     std::array<uint8_t, 32> hash;
     unsigned int size = 0;
-    NEEDLE_CHECK(EVP_DigestFinal_ex(context_.get(), hash.data(), &size) == 1 && size == hash.size(),
-                 "SHA-256 gives 32 bytes");
+    NEEDLE_CHECK(EVP_DigestFinal_ex(context_.get(), hash.data(), &size) == 1 && size == hash.size(), "SHA-256 gives 32 bytes");
     PageName name;
     for (size_t i = 0; i < 8; ++i) {
       name.high |= static_cast<uint64_t>(hash[i]) << (8 * i);

@@ -70,8 +70,7 @@ int receive(int socket, Datagram& datagram) {
 
 // Takes the header off; false where the datagram is not one of ours.
 bool take_header(attach::Reader& reader, attach::Header& header) {
-  return reader.take(header) && header.magic == attach::kMagic && header.version == attach::kVersion &&
-         header.body_bytes == reader.left();
+  return reader.take(header) && header.magic == attach::kMagic && header.version == attach::kVersion && header.body_bytes == reader.left();
 }
 
 absl::Status status_of_answer(const attach::Answer& answer, const std::string& message) {
@@ -83,8 +82,7 @@ absl::Status status_of_answer(const attach::Answer& answer, const std::string& m
 }
 
 absl::Status protocol_error(const char* what) {
-  return absl::InternalError(absl::StrCat("attach socket: the daemon sent ", what,
-                                          "; client and daemon are of different builds"));
+  return absl::InternalError(absl::StrCat("attach socket: the daemon sent ", what, "; client and daemon are of different builds"));
 }
 
 }  // namespace
@@ -147,8 +145,8 @@ absl::Status Session::connect_and_hello(bool again) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof address.sun_path) {
-    return absl::InvalidArgumentError(absl::StrCat("attach socket path has ", path.size(), " characters, at most ",
-                                                   sizeof address.sun_path - 1));
+    return absl::InvalidArgumentError(
+        absl::StrCat("attach socket path has ", path.size(), " characters, at most ", sizeof address.sun_path - 1));
   }
   std::memcpy(address.sun_path, path.data(), path.size());
   const int fd = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
@@ -156,8 +154,8 @@ absl::Status Session::connect_and_hello(bool again) {
   if (::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
     const int error = errno;
     ::close(fd);
-    return absl::UnavailableError(absl::StrCat("no daemon answers at ", path, ": ", reason(error),
-                                               ". Start needled, or name its attach socket"));
+    return absl::UnavailableError(
+        absl::StrCat("no daemon answers at ", path, ": ", reason(error), ". Start needled, or name its attach socket"));
   }
   {
     MutexLock hold(mutex_);
@@ -219,8 +217,8 @@ void Session::resume_launches() {
 
 absl::Status Session::send(attach::Type type, const void* body, size_t size, uint32_t request) {
   if (sizeof(attach::Header) + size > attach::kMessageBytesMax) {
-    return absl::InvalidArgumentError(absl::StrCat("attach message of ", size, " bytes, at most ",
-                                                   attach::kMessageBytesMax - sizeof(attach::Header)));
+    return absl::InvalidArgumentError(
+        absl::StrCat("attach message of ", size, " bytes, at most ", attach::kMessageBytesMax - sizeof(attach::Header)));
   }
   attach::Header header;
   header.type = type;
@@ -236,23 +234,20 @@ absl::Status Session::send(attach::Type type, const void* body, size_t size, uin
   return absl::OkStatus();
 }
 
-absl::Status Session::receive_welcome(bool again, const std::vector<attach::PageRefWire>& held, uint64_t held_lease,
-                                      int64_t deadline_ns) {
+absl::Status Session::receive_welcome(bool again, const std::vector<attach::PageRefWire>& held, uint64_t held_lease, int64_t deadline_ns) {
   bool welcomed = false;
   std::set<std::pair<uint32_t, uint32_t>> named;  // chunks that the daemon has now
   for (;;) {
     const int64_t left_ms = (deadline_ns - steady_ns()) / kNanosPerMilli;
     pollfd wait{socket_, POLLIN, 0};
     if (left_ms <= 0 || ::poll(&wait, 1, static_cast<int>(left_ms)) == 0) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("the daemon did not finish the attach within ", options_.call_ms, " ms"));
+      return absl::DeadlineExceededError(absl::StrCat("the daemon did not finish the attach within ", options_.call_ms, " ms"));
     }
     auto datagram = std::make_unique<Datagram>();
     const int got = receive(socket_, *datagram);
     if (got == -EINTR) continue;
     if (got <= 0) {
-      return absl::UnavailableError(absl::StrCat("the daemon ended the attach",
-                                                 got < 0 ? absl::StrCat(": ", reason(-got)) : ""));
+      return absl::UnavailableError(absl::StrCat("the daemon ended the attach", got < 0 ? absl::StrCat(": ", reason(-got)) : ""));
     }
     attach::Reader reader(datagram->bytes.data(), datagram->size);
     attach::Header header;
@@ -305,8 +300,8 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
     std::string target;
     std::string node;
     std::string build;
-    if (!text(welcome.format_bytes, format) || !text(welcome.target_bytes, target) ||
-        !text(welcome.node_bytes, node) || !text(welcome.build_bytes, build)) {
+    if (!text(welcome.format_bytes, format) || !text(welcome.target_bytes, target) || !text(welcome.node_bytes, node) ||
+        !text(welcome.build_bytes, build)) {
       return protocol_error("a cut Welcome");
     }
     if (datagram->fds.size() != 2) return protocol_error("a Welcome without its two descriptors");
@@ -324,8 +319,7 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
         if (!layout.ok()) return layout.status();
         layouts_[kind] = *layout;
         const auto reserve = [&]() -> std::byte* {
-          void* place = ::mmap(nullptr, static_cast<size_t>(range), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                               -1, 0);
+          void* place = ::mmap(nullptr, static_cast<size_t>(range), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
           return place == MAP_FAILED ? nullptr : static_cast<std::byte*>(place);
         };
         pools_[kind].read_base = reserve();
@@ -348,8 +342,7 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
     }
     if (metadata_ != nullptr) ::munmap(const_cast<std::byte*>(metadata_), static_cast<size_t>(metadata_bytes_));
     void* metadata = ::mmap(nullptr, static_cast<size_t>(welcome.metadata_bytes), PROT_READ, MAP_SHARED, datagram->fds[0], 0);
-    void* counters = ::mmap(nullptr, static_cast<size_t>(welcome.counters_bytes), PROT_READ | PROT_WRITE, MAP_SHARED,
-                            datagram->fds[1], 0);
+    void* counters = ::mmap(nullptr, static_cast<size_t>(welcome.counters_bytes), PROT_READ | PROT_WRITE, MAP_SHARED, datagram->fds[1], 0);
     metadata_ = metadata == MAP_FAILED ? nullptr : static_cast<const std::byte*>(metadata);
     metadata_bytes_ = welcome.metadata_bytes;
     if (metadata_ == nullptr || counters == MAP_FAILED) {
@@ -428,8 +421,7 @@ absl::Status Session::map_chunks(const attach::Chunks& chunks, const uint32_t* i
     };
     if (!map(pool->read_base, PROT_READ, fds[i * views]) ||
         (options_.writable && !map(pool->write_base, PROT_READ | PROT_WRITE, fds[i * views + 1]))) {
-      return absl::ResourceExhaustedError(absl::StrCat("cannot map chunk ", indices[i], " of pool ", chunks.pool, ": ",
-                                                       reason(errno)));
+      return absl::ResourceExhaustedError(absl::StrCat("cannot map chunk ", indices[i], " of pool ", chunks.pool, ": ", reason(errno)));
     }
     MutexLock hold(mutex_);
     mapped_.insert({chunks.pool, indices[i]});
@@ -444,8 +436,7 @@ void Session::unmap_chunk(uint32_t pool_id, uint32_t chunk) {
     const auto bytes = static_cast<size_t>(pool.wire.chunk_bytes);
     for (std::byte* base : {pool.read_base, pool.write_base}) {
       if (base == nullptr) continue;
-      void* place = ::mmap(base + bytes * chunk, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
-                           -1, 0);
+      void* place = ::mmap(base + bytes * chunk, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
       NEEDLE_CHECK(place != MAP_FAILED, "unmapping a chunk that this process mapped");
     }
   }
@@ -621,8 +612,8 @@ absl::Status Session::begin_launch(uint64_t& launch) {
     return make_error(ErrorCode::kBusy, "the session is attaching again and waits for open launches to end: retry", heartbeat_ms_);
   }
   if (state_ == State::kRevoked || state_ == State::kClosed || stopping_) {
-    return make_error(ErrorCode::kStale, absl::StrCat("this session's rights are gone (", cause_.empty() ? "closed" : cause_,
-                                                      "); acquire or reserve anew"));
+    return make_error(ErrorCode::kStale,
+                      absl::StrCat("this session's rights are gone (", cause_.empty() ? "closed" : cause_, "); acquire or reserve anew"));
   }
   // kLost still allows reads: the memory is mapped, and what was leased is checked again after the re-attach.
   launch = launch_next_++;
@@ -646,9 +637,8 @@ void Session::end_launch(uint64_t launch) {
 absl::Status Session::check_rights(uint64_t rights) const {
   MutexLock hold(mutex_);
   if (rights == rights_.load() && state_ != State::kRevoked && state_ != State::kClosed) return absl::OkStatus();
-  return make_error(ErrorCode::kStale,
-                    absl::StrCat("the handle belongs to an earlier session with the daemon",
-                                 cause_.empty() ? "" : absl::StrCat(" (", cause_, ")"), "; acquire or reserve anew"));
+  return make_error(ErrorCode::kStale, absl::StrCat("the handle belongs to an earlier session with the daemon",
+                                                    cause_.empty() ? "" : absl::StrCat(" (", cause_, ")"), "; acquire or reserve anew"));
 }
 
 void Session::remember_lease(LeaseId lease, const Pages& pages) {
@@ -739,8 +729,7 @@ void Session::log(LogLevel level, std::string_view event, const std::string& det
   if (options_.log != nullptr) options_.log->write(level, event, {{"client", options_.client_name}, {"detail", detail}});
 }
 
-absl::Status Session::call_until(const std::function<grpc::Status(v1::Needle::Stub&, grpc::ClientContext&)>& verb,
-                                 int64_t deadline_ms) {
+absl::Status Session::call_until(const std::function<grpc::Status(v1::Needle::Stub&, grpc::ClientContext&)>& verb, int64_t deadline_ms) {
   const auto deadline = std::chrono::system_clock::now() + std::chrono::milliseconds(deadline_ms);
   for (;;) {
     std::shared_ptr<grpc::Channel> channel;

@@ -84,11 +84,10 @@ class Session : public std::enable_shared_from_this<Session> {
   // One RPC of needle.v1.Needle with the session's metadata and a deadline. Retried with the same ids while the daemon
   // cannot be reached and the deadline allows: every verb is idempotent.
   template <class Request, class Reply>
-  absl::Status call(grpc::Status (v1::Needle::Stub::*verb)(grpc::ClientContext*, const Request&, Reply*),
-                    const Request& request, Reply* reply, int64_t deadline_ms) {
-    return call_until([&](v1::Needle::Stub& stub, grpc::ClientContext& context) {
-      return (stub.*verb)(&context, request, reply);
-    }, deadline_ms);
+  absl::Status call(grpc::Status (v1::Needle::Stub::*verb)(grpc::ClientContext*, const Request&, Reply*), const Request& request,
+                    Reply* reply, int64_t deadline_ms) {
+    return call_until([&](v1::Needle::Stub& stub, grpc::ClientContext& context) { return (stub.*verb)(&context, request, reply); },
+                      deadline_ms);
   }
 
   static uint64_t random_id();  // never 0
@@ -108,21 +107,19 @@ class Session : public std::enable_shared_from_this<Session> {
 
   explicit Session(const AttachOptions& options);
   absl::Status connect_and_hello(bool again);
-  bool pause_launches();               // true: none is open, and none begins until resume_launches()
+  bool pause_launches();  // true: none is open, and none begins until resume_launches()
   void resume_launches();
-  absl::Status receive_welcome(bool again, const std::vector<attach::PageRefWire>& held, uint64_t held_lease,
-                               int64_t deadline_ns);
+  absl::Status receive_welcome(bool again, const std::vector<attach::PageRefWire>& held, uint64_t held_lease, int64_t deadline_ns);
   absl::Status map_chunks(const attach::Chunks& chunks, const uint32_t* indices, std::vector<int>& fds);
   void unmap_chunk(uint32_t pool, uint32_t chunk);
   void unmap_everything();
-  void serve();                        // the event thread
-  bool handle_datagram();              // false: the socket ended
+  void serve();            // the event thread
+  bool handle_datagram();  // false: the socket ended
   void finish_retirements();
   void repeat_an_ending();
   void begin_revocation(const std::string& cause);
   absl::Status send(attach::Type type, const void* body, size_t size, uint32_t request);
-  absl::Status call_until(const std::function<grpc::Status(v1::Needle::Stub&, grpc::ClientContext&)>& verb,
-                          int64_t deadline_ms);
+  absl::Status call_until(const std::function<grpc::Status(v1::Needle::Stub&, grpc::ClientContext&)>& verb, int64_t deadline_ms);
   void log(LogLevel level, std::string_view event, const std::string& detail);
 
   const AttachOptions options_;
@@ -134,15 +131,15 @@ class Session : public std::enable_shared_from_this<Session> {
   int64_t metadata_bytes_ = 0;
   std::atomic<attach::ReadCounters*> counters_{nullptr};
 
-  int socket_ = -1;   // event thread's, after open()
-  int wake_ = -1;     // eventfd: a launch ended, or close()
+  int socket_ = -1;  // event thread's, after open()
+  int wake_ = -1;    // eventfd: a launch ended, or close()
   int64_t heartbeat_ms_ = 500;
   std::thread thread_;
 
   mutable Mutex mutex_;
   Condition changed_;
   State state_ ABSL_GUARDED_BY(mutex_) = State::kLost;
-  std::string cause_ ABSL_GUARDED_BY(mutex_);                              // of the last revocation or loss
+  std::string cause_ ABSL_GUARDED_BY(mutex_);  // of the last revocation or loss
   uint64_t session_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
   std::string secret_ ABSL_GUARDED_BY(mutex_);
@@ -150,9 +147,9 @@ class Session : public std::enable_shared_from_this<Session> {
   std::string build_ ABSL_GUARDED_BY(mutex_);
   std::string target_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<grpc::Channel> channel_ ABSL_GUARDED_BY(mutex_);
-  std::map<uint64_t, LeaseRow> leases_ ABSL_GUARDED_BY(mutex_);            // by the id the caller knows
+  std::map<uint64_t, LeaseRow> leases_ ABSL_GUARDED_BY(mutex_);  // by the id the caller knows
   uint64_t launch_next_ ABSL_GUARDED_BY(mutex_) = 1;
-  std::multiset<uint64_t> launches_ ABSL_GUARDED_BY(mutex_);               // open ones, by order of beginning
+  std::multiset<uint64_t> launches_ ABSL_GUARDED_BY(mutex_);  // open ones, by order of beginning
   struct Retirement {
     uint32_t pool;
     uint32_t chunk;
@@ -161,7 +158,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<Retirement> retirements_ ABSL_GUARDED_BY(mutex_);
   std::set<std::pair<uint32_t, uint32_t>> mapped_ ABSL_GUARDED_BY(mutex_);  // (pool, chunk)
   std::deque<Ending> endings_ ABSL_GUARDED_BY(mutex_);                      // asked for and not answered
-  bool pausing_ ABSL_GUARDED_BY(mutex_) = false;                           // a re-attach waits for launches, or is under way
+  bool pausing_ ABSL_GUARDED_BY(mutex_) = false;                            // a re-attach waits for launches, or is under way
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::atomic<uint64_t> rights_{0};
 };

@@ -71,10 +71,8 @@ absl::Status checksum_pages_cuda(const ChecksumPagesArgs& args, void* stream) {
   }
   shape.grid = dim3(static_cast<unsigned>(groups * args.count));
   const bool aligned = reinterpret_cast<uintptr_t>(args.base) % 16 == 0 && args.page_stride % 16 == 0;
-  return aligned ? launch("checksum_pages", checksum_pages_kernel<true>, shape, cuda_stream, args,
-                          static_cast<uint32_t>(groups))
-                 : launch("checksum_pages", checksum_pages_kernel<false>, shape, cuda_stream, args,
-                          static_cast<uint32_t>(groups));
+  return aligned ? launch("checksum_pages", checksum_pages_kernel<true>, shape, cuda_stream, args, static_cast<uint32_t>(groups))
+                 : launch("checksum_pages", checksum_pages_kernel<false>, shape, cuda_stream, args, static_cast<uint32_t>(groups));
 }
 
 }  // namespace needle

@@ -45,9 +45,7 @@ namespace needle {
 inline constexpr int64_t kChecksumBlockBytes = 2304;
 inline constexpr int64_t kChecksumBlockLeast = 241;  // the shortest input on XXH3's long path
 
-NEEDLE_HD constexpr int64_t checksum_blocks(int64_t page_bytes) {
-  return (page_bytes + kChecksumBlockBytes - 1) / kChecksumBlockBytes;
-}
+NEEDLE_HD constexpr int64_t checksum_blocks(int64_t page_bytes) { return (page_bytes + kChecksumBlockBytes - 1) / kChecksumBlockBytes; }
 
 struct ChecksumPagesArgs {
   const std::byte* base = nullptr;  // page 0's first byte; 8-byte aligned

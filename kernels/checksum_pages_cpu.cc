@@ -71,9 +71,7 @@ uint64_t merge_lanes(const uint64_t* lanes, const uint8_t* secret, int64_t lengt
   return hash ^ (hash >> 32);
 }
 
-NEEDLE_TARGET_AVX2 inline __m256i load_avx2(const void* bytes) {
-  return _mm256_loadu_si256(static_cast<const __m256i*>(bytes));
-}
+NEEDLE_TARGET_AVX2 inline __m256i load_avx2(const void* bytes) { return _mm256_loadu_si256(static_cast<const __m256i*>(bytes)); }
 
 NEEDLE_TARGET_AVX2 inline __m256i accumulated_avx2(__m256i lanes, const void* data, const void* secret) {
   const __m256i words = load_avx2(data);
@@ -93,8 +91,8 @@ NEEDLE_TARGET_AVX2 inline __m256i scrambled_avx2(__m256i lanes, const void* secr
 NEEDLE_TARGET_AVX2 uint64_t hash_block_avx2(const std::byte* bytes, int64_t length, uint64_t seed) {
   alignas(64) uint8_t secret[kSecretBytes];
   const int64_t signed_seed = static_cast<int64_t>(seed);
-  const __m256i spread = _mm256_sub_epi64(_mm256_setr_epi64x(signed_seed, 0, signed_seed, 0),
-                                          _mm256_setr_epi64x(0, signed_seed, 0, signed_seed));
+  const __m256i spread =
+      _mm256_sub_epi64(_mm256_setr_epi64x(signed_seed, 0, signed_seed, 0), _mm256_setr_epi64x(0, signed_seed, 0, signed_seed));
   for (int64_t i = 0; i < kSecretBytes; i += 32) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(secret + i), _mm256_add_epi64(load_avx2(XXH3_kSecret + i), spread));
   }
@@ -135,8 +133,7 @@ NEEDLE_TARGET_AVX512 inline __m512i accumulated_avx512(__m512i lanes, const void
 
 NEEDLE_TARGET_AVX512 inline __m512i scrambled_avx512(__m512i lanes, const void* secret) {
   const __m512i prime = _mm512_set1_epi64(static_cast<int64_t>(XXH_PRIME32_1));
-  const __m512i mixed =
-      _mm512_xor_si512(_mm512_xor_si512(lanes, _mm512_srli_epi64(lanes, 47)), _mm512_loadu_si512(secret));
+  const __m512i mixed = _mm512_xor_si512(_mm512_xor_si512(lanes, _mm512_srli_epi64(lanes, 47)), _mm512_loadu_si512(secret));
   const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime);
   return _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
 }
@@ -179,12 +176,9 @@ HashBlock hash_block_for(CpuIsa isa) {
 #if defined(__x86_64__)
   switch (isa) {
     case CpuIsa::kAvx512Bf16:
-    case CpuIsa::kAvx512:
-      return hash_block_avx512;
-    case CpuIsa::kAvx2:
-      return hash_block_avx2;
-    case CpuIsa::kPortable:
-      break;
+    case CpuIsa::kAvx512: return hash_block_avx512;
+    case CpuIsa::kAvx2: return hash_block_avx2;
+    case CpuIsa::kPortable: break;
   }
 #else
   (void)isa;
@@ -198,8 +192,8 @@ absl::Status checksum_pages_cpu(const ChecksumPagesArgs& args, CpuIsa isa, Worke
   absl::Status status = check_checksum_pages(args);
   if (!status.ok()) return status;
   if (!cpu_has(isa)) {
-    return absl::InvalidArgumentError(absl::StrCat("checksum_pages_cpu: this machine has no ", name_of(isa),
-                                                   "; pass best_cpu_isa() or one of cpu_isas_present()"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("checksum_pages_cpu: this machine has no ", name_of(isa), "; pass best_cpu_isa() or one of cpu_isas_present()"));
   }
 
   OpReport found{};

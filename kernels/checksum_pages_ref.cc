@@ -61,10 +61,9 @@ absl::Status checksum_pages_ref(const ChecksumPagesArgs& args) {
     const std::byte* bytes = args.base + page * args.page_stride;
     for (int64_t block = 0; block < checksum_blocks(args.page_bytes); ++block) {
       const int64_t begin = block * kChecksumBlockBytes;
-      const int64_t length =
-          args.page_bytes - begin < kChecksumBlockBytes ? args.page_bytes - begin : kChecksumBlockBytes;
-      args.checksums[i] += XXH3_64bits_withSeed(bytes + begin, static_cast<size_t>(length),
-                                                args.first_block + static_cast<uint64_t>(block));
+      const int64_t length = args.page_bytes - begin < kChecksumBlockBytes ? args.page_bytes - begin : kChecksumBlockBytes;
+      args.checksums[i] +=
+          XXH3_64bits_withSeed(bytes + begin, static_cast<size_t>(length), args.first_block + static_cast<uint64_t>(block));
     }
   }
   add_to_report(args.report, found);

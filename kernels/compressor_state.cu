@@ -13,13 +13,11 @@ __device__ bool start_is_sound(const InitStateArgs& args, const StateStart& star
     return false;
   }
   const bool wants_boundary = args.state.ratio == kOverlapRatio && start.position > 0;
-  return wants_boundary ? start.boundary_record >= 0 && start.boundary_record < args.boundaries.count &&
-                              args.boundaries.base != nullptr
+  return wants_boundary ? start.boundary_record >= 0 && start.boundary_record < args.boundaries.count && args.boundaries.base != nullptr
                         : start.boundary_record == -1;
 }
 
-__global__ void __launch_bounds__(kThreads) init_state_kernel(const __grid_constant__ InitStateArgs args,
-                                                             int64_t floats) {
+__global__ void __launch_bounds__(kThreads) init_state_kernel(const __grid_constant__ InitStateArgs args, int64_t floats) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const StateStart start = args.starts[blockIdx.x];
@@ -88,9 +86,8 @@ __global__ void __launch_bounds__(kThreads) commit_state_kernel(const __grid_con
     if (threadIdx.x == 0) shared_header = *reinterpret_cast<const StateHeader*>(state_record(args.state, commit.record));
     __syncthreads();
     before = shared_header;
-    fits = fits && state_header_fits(args.state, before) && before.sequence == commit.sequence &&
-           before.generation == commit.generation && before.committed == commit.committed &&
-           before.next - before.committed == commit.ahead;
+    fits = fits && state_header_fits(args.state, before) && before.sequence == commit.sequence && before.generation == commit.generation &&
+           before.committed == commit.committed && before.next - before.committed == commit.ahead;
   }
   if (!fits) return leave_out(kStatusStateMismatch);
 
@@ -120,8 +117,7 @@ absl::Status init_state_cuda(const InitStateArgs& args, void* stream) {
   shape.grid = dim3(static_cast<unsigned>(args.count));
   const StateView& state = args.state;
   const int64_t bytes = state_record_bytes(state.form, state.ratio, state.head_dim, state.speculative_rows);
-  return launch("init_state", init_state_kernel, shape, static_cast<cudaStream_t>(stream), args,
-                (bytes - kStateHeaderBytes) / 4);
+  return launch("init_state", init_state_kernel, shape, static_cast<cudaStream_t>(stream), args, (bytes - kStateHeaderBytes) / 4);
 }
 
 absl::Status commit_state_cuda(const CommitStateArgs& args, void* stream) {

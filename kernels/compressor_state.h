@@ -42,8 +42,8 @@
 
 namespace needle {
 
-inline constexpr uint32_t kStateMagic = 0x3154534E;  // "NST1"; a record that was never initialised holds 0
-inline constexpr int kOverlapRatio = 4;              // the ratio whose groups overlap
+inline constexpr uint32_t kStateMagic = 0x3154534E;              // "NST1"; a record that was never initialised holds 0
+inline constexpr int kOverlapRatio = 4;                          // the ratio whose groups overlap
 inline constexpr float kEmptyMaximum = -3.4028234663852886e38f;  // of no rows; finite, so that -inf scores weigh nothing
 
 struct StateHeader {
@@ -79,16 +79,12 @@ struct BoundaryView {
   int64_t stride = 0;
   int64_t count = 0;
 };
-NEEDLE_HD constexpr int64_t boundary_record_bytes(int64_t head_dim) {
-  return kOverlapRatio * 2 * head_dim * int64_t{sizeof(float)};
-}
+NEEDLE_HD constexpr int64_t boundary_record_bytes(int64_t head_dim) { return kOverlapRatio * 2 * head_dim * int64_t{sizeof(float)}; }
 static_assert(21 * (boundary_record_bytes(512) + boundary_record_bytes(128)) == 430080, "430 KB a resume point");
 
 // ------------------------------------------------------------------------------------------------- places in a record
 
-NEEDLE_HD inline std::byte* state_record(const StateView& state, int64_t record) {
-  return state.base + record * state.stride;
-}
+NEEDLE_HD inline std::byte* state_record(const StateView& state, int64_t record) { return state.base + record * state.stride; }
 NEEDLE_HD constexpr int64_t state_ring_rows_of(const StateView& state) {
   return (state.ratio == kOverlapRatio ? 2 * kOverlapRatio : state.ratio) + state.speculative_rows;
 }
@@ -179,8 +175,8 @@ NEEDLE_HD_INLINE float pooled_value(const PoolPartial& partial) {
 struct StateStart {
   int64_t record = 0;
   uint64_t sequence = 0;
-  int64_t position = 0;           // of the first token to come; a multiple of ratio
-  int64_t boundary_record = -1;   // ratio 4 and position > 0: the boundary to go on from; otherwise -1
+  int64_t position = 0;          // of the first token to come; a multiple of ratio
+  int64_t boundary_record = -1;  // ratio 4 and position > 0: the boundary to go on from; otherwise -1
   uint32_t generation = 0;
   uint32_t reserved = 0;
 };
@@ -188,8 +184,8 @@ static_assert(sizeof(StateStart) == 40);
 
 struct InitStateArgs {
   StateView state;
-  BoundaryView boundaries;               // base may be null where no start names one
-  const StateStart* starts = nullptr;    // [count], no record twice (the host refuses it); record -1 skips
+  BoundaryView boundaries;             // base may be null where no start names one
+  const StateStart* starts = nullptr;  // [count], no record twice (the host refuses it); record -1 skips
   int32_t count = 0;
   OpReport* report = nullptr;  // a bad record, position or boundary skips that start: kStatusBadSlot, skipped_rows
 };
@@ -203,7 +199,7 @@ absl::Status init_state_cuda(const InitStateArgs& args, void* stream);
 // -------------------------------------------------------------------------------------------------------- commit_state
 
 struct StateCommit {
-  int64_t record = 0;     // -1 skips; ratio 1 has no record: 0
+  int64_t record = 0;  // -1 skips; ratio 1 has no record: 0
   uint64_t sequence = 0;
   int64_t committed = 0;  // position of the first token written ahead; must be the record's
   uint32_t generation = 0;
@@ -218,8 +214,8 @@ static_assert(sizeof(StateCommit) == 40);
 // completed. For ratio 1 (window KV, V3.2's index-K) there is no record and only slots are cleared.
 struct CommitStateArgs {
   int32_t ratio = 1;
-  StateView state;               // ratio > 1; base null otherwise
-  MutableLayerView out;          // the layer that the entries went to
+  StateView state;       // ratio > 1; base null otherwise
+  MutableLayerView out;  // the layer that the entries went to
   PageTableView pages;
   const float* position_bias = nullptr;  // [ratio, coff x head_dim] fp32; read for the running form alone
   const StateCommit* commits = nullptr;  // [count], no record twice (the host refuses it)

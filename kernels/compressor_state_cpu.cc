@@ -21,8 +21,8 @@ void zero_current_halves(const StateView& state, float* row) {
   zero_floats(row + 3 * int64_t{state.head_dim}, state.head_dim);
 }
 
-void update_raw(const EntryChainCpu& chain, const StateView& state, float* rows, const StateHeader& before,
-                const StateHeader& after, absl::FunctionRef<RawRow(int64_t)> row_of) {
+void update_raw(const EntryChainCpu& chain, const StateView& state, float* rows, const StateHeader& before, const StateHeader& after,
+                absl::FunctionRef<RawRow(int64_t)> row_of) {
   const int64_t row_floats = state_row_floats_of(state);
   const int64_t begin = state_live_begin(state.ratio, after.committed);
   for (int64_t position = state_live_begin(state.ratio, before.committed); position < before.next; ++position) {
@@ -42,8 +42,8 @@ void update_raw(const EntryChainCpu& chain, const StateView& state, float* rows,
   }
 }
 
-void update_running(const EntryChainCpu& chain, const StateView& state, float* partial, const StateHeader& before,
-                    const StateHeader& after, const float* position_bias, absl::FunctionRef<RawRow(int64_t)> row_of) {
+void update_running(const EntryChainCpu& chain, const StateView& state, float* partial, const StateHeader& before, const StateHeader& after,
+                    const float* position_bias, absl::FunctionRef<RawRow(int64_t)> row_of) {
   const int64_t dims = state.head_dim;
   const int64_t open = after.committed / state.ratio * state.ratio;
   if (open != before.committed / state.ratio * state.ratio) {
@@ -100,9 +100,8 @@ absl::Status init_state_cpu(const InitStateArgs& args, Workers& workers) {
     float* rows = record_rows(record);
     if (state.form == StateForm::kRunning) std::fill_n(rows, dims, kEmptyMaximum);
     for (int j = 0; start.boundary_record >= 0 && j < kOverlapRatio; ++j) {
-      const float* from = reinterpret_cast<const float*>(
-                              args.boundaries.base + start.boundary_record * args.boundaries.stride) +
-                          2 * j * dims;
+      const float* from =
+          reinterpret_cast<const float*>(args.boundaries.base + start.boundary_record * args.boundaries.stride) + 2 * j * dims;
       float* row = rows + state_ring_row_offset(state, start.position - kOverlapRatio + j);
       std::copy_n(from, dims, row);
       std::copy_n(from + dims, dims, row + 2 * dims);

@@ -18,8 +18,7 @@ inline PoolRow pool_row(const RawRow& row, const float* bias, int64_t first_colu
   const auto at = [first_column](const void* data, RowElement element) -> const void* {
     return static_cast<const std::byte*>(data) + first_column * (element == RowElement::kFp32 ? 4 : 2);
   };
-  return {at(row.kv, row.kv_element), at(row.gate, row.gate_element), bias + first_column, row.kv_element,
-          row.gate_element};
+  return {at(row.kv, row.kv_element), at(row.gate, row.gate_element), bias + first_column, row.kv_element, row.gate_element};
 }
 
 }  // namespace needle

@@ -9,9 +9,7 @@
 namespace needle {
 namespace {
 
-absl::Status refuse(absl::string_view what) {
-  return absl::InvalidArgumentError(absl::StrCat("compressor state: ", what));
-}
+absl::Status refuse(absl::string_view what) { return absl::InvalidArgumentError(absl::StrCat("compressor state: ", what)); }
 
 void copy_half(const RawRow& row, int64_t first_column, int64_t dims, float* kv, float* score) {
   for (int64_t c = 0; c < dims; ++c) {
@@ -56,8 +54,8 @@ absl::Status check_state_view(const StateView& state) {
 void rebuild_record_ref(const StateView& state, std::byte* record, const StateHeader& before, const StateHeader& after,
                         const float* position_bias, const std::function<RawRow(int64_t)>& row_of) {
   const int64_t dims = state.head_dim;
-  std::vector<float> rows(static_cast<size_t>(
-      (state_record_bytes(state.form, state.ratio, dims, state.speculative_rows) - kStateHeaderBytes) / 4));
+  std::vector<float> rows(
+      static_cast<size_t>((state_record_bytes(state.form, state.ratio, dims, state.speculative_rows) - kStateHeaderBytes) / 4));
   if (state.form == StateForm::kRaw) {
     for (int64_t position = state_live_begin(state.ratio, after.committed); position < after.next; ++position) {
       float* row = rows.data() + state_ring_row_offset(state, position);
@@ -99,8 +97,7 @@ absl::Status check_init_state(const InitStateArgs& args) {
   if (args.count < 0 || (args.count > 0 && args.starts == nullptr)) {
     return refuse(absl::StrCat("init has ", args.count, " starts", args.starts == nullptr ? " at null" : ""));
   }
-  if (args.boundaries.base != nullptr && args.boundaries.count > 1 &&
-      args.boundaries.stride < boundary_record_bytes(args.state.head_dim)) {
+  if (args.boundaries.base != nullptr && args.boundaries.count > 1 && args.boundaries.stride < boundary_record_bytes(args.state.head_dim)) {
     return refuse(absl::StrCat("boundary stride ", args.boundaries.stride, " is below a record's ",
                                boundary_record_bytes(args.state.head_dim), " bytes"));
   }
@@ -133,15 +130,13 @@ absl::Status init_state_ref(const InitStateArgs& args) {
     std::vector<float> halves(static_cast<size_t>(4 * dims));  // kv and score, the current halves zero
     StateHeader fresh = header;
     fresh.committed = -args.state.ratio;  // of no group that the record could go on with
-    rebuild_record_ref(args.state, state_record(args.state, start.record), fresh, header, nullptr,
-                       [&](int64_t position) {
-                         const float* from = reinterpret_cast<const float*>(
-                             args.boundaries.base + start.boundary_record * args.boundaries.stride);
-                         from += (position - start.position + kOverlapRatio) * 2 * dims;
-                         std::copy_n(from, dims, halves.begin());
-                         std::copy_n(from + dims, dims, halves.begin() + 2 * dims);
-                         return RawRow{halves.data(), halves.data() + 2 * dims, RowElement::kFp32, RowElement::kFp32};
-                       });
+    rebuild_record_ref(args.state, state_record(args.state, start.record), fresh, header, nullptr, [&](int64_t position) {
+      const float* from = reinterpret_cast<const float*>(args.boundaries.base + start.boundary_record * args.boundaries.stride);
+      from += (position - start.position + kOverlapRatio) * 2 * dims;
+      std::copy_n(from, dims, halves.begin());
+      std::copy_n(from + dims, dims, halves.begin() + 2 * dims);
+      return RawRow{halves.data(), halves.data() + 2 * dims, RowElement::kFp32, RowElement::kFp32};
+    });
   }
   return absl::OkStatus();
 }
@@ -165,8 +160,8 @@ absl::Status check_commit_state(const CommitStateArgs& args) {
     return refuse("the view that entries went to is empty");
   }
   if (args.pages.pages == nullptr || args.pages.rows < 1 || args.pages.row_stride < args.pages.pages_per_row) {
-    return refuse(absl::StrCat("the page table has ", args.pages.rows, " rows of ", args.pages.pages_per_row,
-                               " ids at stride ", args.pages.row_stride));
+    return refuse(absl::StrCat("the page table has ", args.pages.rows, " rows of ", args.pages.pages_per_row, " ids at stride ",
+                               args.pages.row_stride));
   }
   return absl::OkStatus();
 }

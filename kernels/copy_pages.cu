@@ -32,9 +32,7 @@ __device__ __forceinline__ PagePair page_pair(const CopyPagesArgs& args, int64_t
 
 __device__ __forceinline__ uint4 load_once(const uint4* from) {
   uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
 
@@ -128,8 +126,8 @@ absl::Status copy_pages_cuda(const CopyPagesArgs& args, void* stream) {
     absl::Status zeroed = launch("copy_pages", zero_sums_kernel, shape, cuda_stream, args.checksums, args.count);
     if (!zeroed.ok()) return zeroed;
   }
-  const int64_t pieces_a_page = sums ? div_ceil(checksum_blocks(args.page_bytes), kHashBlocksAPiece)
-                                     : div_ceil(args.page_bytes / 16, kPieceVectors);
+  const int64_t pieces_a_page =
+      sums ? div_ceil(checksum_blocks(args.page_bytes), kHashBlocksAPiece) : div_ceil(args.page_bytes / 16, kPieceVectors);
   const int64_t pieces = pieces_a_page * args.count;
   // Many more blocks than fit at once: the hardware hands them out as others end, which a striding grid would not.
   const int64_t blocks = args.blocks_max > 0 ? args.blocks_max : int64_t{facts->multiprocessors} * 256;

@@ -37,13 +37,13 @@ struct CopyPagesArgs {
   PagesView from;
   const int32_t* from_pages = nullptr;  // [count]; null: 0, 1, 2, ...
   MutablePagesView to;
-  const int32_t* to_pages = nullptr;    // [count]; null: 0, 1, 2, ...
-  int64_t page_bytes = 0;               // a multiple of 16; with checksums of 64
+  const int32_t* to_pages = nullptr;  // [count]; null: 0, 1, 2, ...
+  int64_t page_bytes = 0;             // a multiple of 16; with checksums of 64
   int32_t count = 0;
-  uint64_t* checksums = nullptr;        // [count]; null: none wanted
-  uint64_t first_block = 0;             // seed of the first block of each page
-  int32_t blocks_max = 0;               // thread blocks at a time; 0: as many as the device is best with
-  OpReport* report = nullptr;           // may be null
+  uint64_t* checksums = nullptr;  // [count]; null: none wanted
+  uint64_t first_block = 0;       // seed of the first block of each page
+  int32_t blocks_max = 0;         // thread blocks at a time; 0: as many as the device is best with
+  OpReport* report = nullptr;     // may be null
 };
 
 // INVALID_ARGUMENT naming value and limit, before anything is written. Every twin calls it first.

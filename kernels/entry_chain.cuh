@@ -45,13 +45,17 @@ __device__ __forceinline__ void load_octet(const void* row, RowElement element, 
     const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(row) + column);
     const float4 low = from[0];
     const float4 high = from[1];
-    x[0] = low.x; x[1] = low.y; x[2] = low.z; x[3] = low.w;
-    x[4] = high.x; x[5] = high.y; x[6] = high.z; x[7] = high.w;
+    x[0] = low.x;
+    x[1] = low.y;
+    x[2] = low.z;
+    x[3] = low.w;
+    x[4] = high.x;
+    x[5] = high.y;
+    x[6] = high.z;
+    x[7] = high.w;
   }
 }
-__device__ __forceinline__ void load_float_octet(const float* from, float (&x)[8]) {
-  load_octet(from, RowElement::kFp32, 0, x);
-}
+__device__ __forceinline__ void load_float_octet(const float* from, float (&x)[8]) { load_octet(from, RowElement::kFp32, 0, x); }
 
 // Two values to bf16, the first in the low half. NaN becomes 0x7FFF.
 __device__ __forceinline__ uint32_t pack_bf16(float first, float second) {
@@ -206,8 +210,7 @@ __device__ __forceinline__ void hadamard_row(RowOfLanes<128>& row) {
 
 // Norm, RoPE and rotation, with the mode's roundings, up to where quantisation begins.
 template <int kDims>
-__device__ __forceinline__ void finish_row(const EntryChain& chain, bool after_pool, int64_t position,
-                                           RowOfLanes<kDims>& row) {
+__device__ __forceinline__ void finish_row(const EntryChain& chain, bool after_pool, int64_t position, RowOfLanes<kDims>& row) {
   const bool by_stage = chain.rounding == RoundingMode::kRefV4;
   if (after_pool && by_stage) round_row(row);
   if (chain.norm != NormKind::kNone) {
@@ -229,8 +232,7 @@ __device__ __forceinline__ void finish_row(const EntryChain& chain, bool after_p
 // -------------------------------------------------------------------------------------------------------- quantisation
 
 __device__ __forceinline__ void put_bf16_octet(const float (&x)[8], std::byte* at) {
-  *reinterpret_cast<uint4*>(at) =
-      uint4{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
+  *reinterpret_cast<uint4*>(at) = uint4{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
 }
 __device__ __forceinline__ void put_fp8_octet(ScaleKind kind, const float (&x)[8], float scale, std::byte* at) {
   float y[8];
@@ -242,18 +244,18 @@ __device__ __forceinline__ void put_fp8_octet(ScaleKind kind, const float (&x)[8
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[i] = x[i] / scale;
   }
-  *reinterpret_cast<uint2*>(at) = uint2{pack_e4m3(y[0], y[1]) | pack_e4m3(y[2], y[3]) << 16,
-                                        pack_e4m3(y[4], y[5]) | pack_e4m3(y[6], y[7]) << 16};
+  *reinterpret_cast<uint2*>(at) =
+      uint2{pack_e4m3(y[0], y[1]) | pack_e4m3(y[2], y[3]) << 16, pack_e4m3(y[4], y[5]) | pack_e4m3(y[6], y[7]) << 16};
 }
 // By a power of two: multiplying with its inverse is exact, and NaN for NaN.
 __device__ __forceinline__ void put_fp8_octet_shifted(const float (&x)[8], uint8_t scale_byte, std::byte* at) {
-  const float inverse = scale_byte == kUe8m0Nan ? __uint_as_float(0x7FC00000u)
-                                                : __uint_as_float(static_cast<uint32_t>(254 - scale_byte) << 23);
+  const float inverse =
+      scale_byte == kUe8m0Nan ? __uint_as_float(0x7FC00000u) : __uint_as_float(static_cast<uint32_t>(254 - scale_byte) << 23);
   float y[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) y[i] = x[i] * inverse;
-  *reinterpret_cast<uint2*>(at) = uint2{pack_e4m3(y[0], y[1]) | pack_e4m3(y[2], y[3]) << 16,
-                                        pack_e4m3(y[4], y[5]) | pack_e4m3(y[6], y[7]) << 16};
+  *reinterpret_cast<uint2*>(at) =
+      uint2{pack_e4m3(y[0], y[1]) | pack_e4m3(y[2], y[3]) << 16, pack_e4m3(y[4], y[5]) | pack_e4m3(y[6], y[7]) << 16};
 }
 __device__ __forceinline__ void put_fp4_octet(const float (&x)[8], uint8_t scale_byte, std::byte* at) {
   const float scale = float_of_ue8m0(scale_byte);
@@ -289,8 +291,7 @@ __device__ __forceinline__ void round_as_trained(const Component& component, Row
 
 // One slot. `data` null: nothing is written, but all lanes take part.
 template <int kDims>
-__device__ __forceinline__ void quantise_row(const EntryChain& chain, RowOfLanes<kDims>& row, std::byte* data,
-                                             std::byte* scale) {
+__device__ __forceinline__ void quantise_row(const EntryChain& chain, RowOfLanes<kDims>& row, std::byte* data, std::byte* scale) {
   using Row = RowOfLanes<kDims>;
   const Component& component = chain.component;
   const bool writes = data != nullptr;

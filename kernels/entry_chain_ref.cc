@@ -43,9 +43,7 @@ double amax_of(const double* x, int count) {
   return amax;
 }
 
-uint8_t scale_byte(double scale) {
-  return std::isnan(scale) ? kUe8m0Nan : static_cast<uint8_t>(std::ilogb(scale) + 127);
-}
+uint8_t scale_byte(double scale) { return std::isnan(scale) ? kUe8m0Nan : static_cast<uint8_t>(std::ilogb(scale) + 127); }
 
 // The exact code of a double that is on the format's grid, sign of zero kept.
 uint8_t e4m3_code(double on_grid) { return std::isnan(on_grid) ? kE4m3Nan : e4m3_of(static_cast<float>(on_grid)); }
@@ -65,8 +63,7 @@ void put_bf16(const double* x, int count, std::byte* out) {
 
 void put_fp8(ScaleKind kind, const double* x, int count, double scale, std::byte* out) {
   for (int i = 0; i < count; ++i) {
-    out[i] = static_cast<std::byte>(
-        std::isnan(scale) ? kE4m3Nan : e4m3_code(nearest_e4m3(fp8_quotient(kind, x[i], scale))));
+    out[i] = static_cast<std::byte>(std::isnan(scale) ? kE4m3Nan : e4m3_code(nearest_e4m3(fp8_quotient(kind, x[i], scale))));
   }
 }
 

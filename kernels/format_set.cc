@@ -68,10 +68,9 @@ absl::Status check_same_format_set(absl::string_view ours, absl::string_view the
   while (line < our_lines.size() && line < their_lines.size() && our_lines[line] == their_lines[line]) ++line;
   const absl::string_view our_line = line < our_lines.size() ? our_lines[line] : "(end)";
   const absl::string_view their_line = line < their_lines.size() ? their_lines[line] : "(end)";
-  return absl::FailedPreconditionError(
-      absl::StrCat("page formats differ at line ", line + 1, ": ours '", our_line, "', theirs '", their_line,
-                   "'. Bytes of one are not bytes of the other: start both sides with the same format.\n--- ours\n", ours,
-                   "--- theirs\n", theirs));
+  return absl::FailedPreconditionError(absl::StrCat(
+      "page formats differ at line ", line + 1, ": ours '", our_line, "', theirs '", their_line,
+      "'. Bytes of one are not bytes of the other: start both sides with the same format.\n--- ours\n", ours, "--- theirs\n", theirs));
 }
 
 }  // namespace needle

@@ -5,9 +5,7 @@
 
 namespace needle {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -15,20 +13,17 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
 // Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
-               : "memory");
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
 }
 // One arrival that also announces bytes which copies will deliver.
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(
-                   shared_address(barrier)),
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(shared_address(barrier)),
                "r"(bytes)
                : "memory");
 }
 // Announces bytes without arriving.
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 // Returns once the phase of this parity has completed; the first phase has parity 0. The instruction sleeps inside.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
@@ -53,17 +48,15 @@ __device__ __forceinline__ uint64_t cache_evict_normal() {
 }
 
 // Copies `bytes` (a multiple of 16, both ends aligned to 16) and counts them down on the barrier.
-__device__ __forceinline__ void bulk_copy(void* to_shared, const void* from_global, uint32_t bytes, uint64_t* barrier,
-                                          uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(to_shared)),
-      "l"(from_global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
+__device__ __forceinline__ void bulk_copy(void* to_shared, const void* from_global, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                   shared_address(to_shared)),
+               "l"(from_global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+               : "memory");
 }
 // One box of a three-dimensional tensor map, at (x, y, z); out-of-range parts arrive as zeros and count all the same.
-__device__ __forceinline__ void tensor_copy(void* to_shared, const void* tensor_map, int x, int y, int z,
-                                            uint64_t* barrier, uint64_t policy) {
+__device__ __forceinline__ void tensor_copy(void* to_shared, const void* tensor_map, int x, int y, int z, uint64_t* barrier,
+                                            uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to_shared)),

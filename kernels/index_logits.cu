@@ -19,16 +19,15 @@ using logits::kTileSlots;
 
 #ifdef NEEDLE_HAVE_SM90A
 // cuTensorMapEncodeTiled, looked up at run time: nothing here links against the driver.
-using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                     const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                     CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                                     const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                     CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 absl::StatusOr<EncodeTensorMap> encode_tensor_map() {
   static const auto found = []() -> absl::StatusOr<EncodeTensorMap> {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult answer = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &answer);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &answer);
     if (error != cudaSuccess) return cuda_status(error, "index_logits_cuda: looking up cuTensorMapEncodeTiled");
     if (answer != cudaDriverEntryPointSuccess || entry == nullptr) {
       return absl::UnimplementedError("index_logits_cuda: this driver has no cuTensorMapEncodeTiled; it needs 12.0 or later");
@@ -53,13 +52,13 @@ absl::Status map_vectors(const char* what, const VectorTensor& tensor, CUtensorM
   const cuuint64_t strides[2] = {kIndexHeadDim * 2, static_cast<cuuint64_t>(tensor.group_stride)};
   const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(tensor.box_rows), static_cast<cuuint32_t>(tensor.box_groups)};
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = (*encode)(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(tensor.base), extents,
-                                    strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = (*encode)(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(tensor.base), extents, strides, box, steps,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "index_logits_cuda: cuTensorMapEncodeTiled refused ", what, " at ", reinterpret_cast<uintptr_t>(tensor.base), ", ",
-        tensor.rows, " x ", tensor.groups, ", stride ", tensor.group_stride, ": CUresult ", static_cast<int>(result)));
+    return absl::InvalidArgumentError(absl::StrCat("index_logits_cuda: cuTensorMapEncodeTiled refused ", what, " at ",
+                                                   reinterpret_cast<uintptr_t>(tensor.base), ", ", tensor.rows, " x ", tensor.groups,
+                                                   ", stride ", tensor.group_stride, ": CUresult ", static_cast<int>(result)));
   }
   return absl::OkStatus();
 }
@@ -67,13 +66,12 @@ absl::Status map_vectors(const char* what, const VectorTensor& tensor, CUtensorM
 absl::Status map_operands(const IndexLogitsArgs& args, const logits::Plan& plan, logits::TensorMaps& maps) {
   const LayerView& keys = args.keys;
   if (keys.page_count > 0) {
-    const VectorTensor tensor{keys.base, keys.slots_per_page, keys.page_count, keys.page_stride,
-                              std::min(keys.slots_per_page, kTileSlots), 1};
+    const VectorTensor tensor{keys.base, keys.slots_per_page, keys.page_count, keys.page_stride, std::min(keys.slots_per_page, kTileSlots),
+                              1};
     if (absl::Status status = map_vectors("keys", tensor, maps.keys); !status.ok()) return status;
   }
   if (args.q_element == QueryElement::kBf16) {
-    const VectorTensor tensor{args.q, args.heads, args.query_count, int64_t{args.heads} * kIndexHeadDim * 2, plan.heads,
-                              plan.tokens};
+    const VectorTensor tensor{args.q, args.heads, args.query_count, int64_t{args.heads} * kIndexHeadDim * 2, plan.heads, plan.tokens};
     return map_vectors("queries", tensor, maps.queries);
   }
   return absl::OkStatus();
@@ -125,8 +123,7 @@ absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTu
   plan.tokens = logits::tokens_a_run(plan.heads, args.query_row != nullptr ? kSpeculativeRowsMax : args.queries_per_row);
   plan.blocks = tuning.blocks > 0 ? tuning.blocks : facts->multiprocessors;
   plan.shared_limit = facts->shared_bytes_per_block - tuning.shared_bytes_left;
-  plan.ring_stages_max =
-      args.keys.element == ElementFormat::kBf16 ? tuning.ring_stages_max : tuning.converted_ring_stages_max;
+  plan.ring_stages_max = args.keys.element == ElementFormat::kBf16 ? tuning.ring_stages_max : tuning.converted_ring_stages_max;
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   const ElementFormat element = args.keys.element;
 #ifdef NEEDLE_HAVE_SM90A
@@ -141,8 +138,9 @@ absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTu
   }
 #else
   if (tuning.wgmma) {
-    return absl::UnimplementedError("index_logits_cuda: wgmma was asked for, but this build has no sm_90a: add 90a-real to "
-                                    "NEEDLE_CUDA_ARCHITECTURES");
+    return absl::UnimplementedError(
+        "index_logits_cuda: wgmma was asked for, but this build has no sm_90a: add 90a-real to "
+        "NEEDLE_CUDA_ARCHITECTURES");
   }
 #endif
   return element == ElementFormat::kBf16  ? logits::launch_mma_bf16(plan, args, cuda_stream)

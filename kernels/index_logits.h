@@ -42,26 +42,26 @@ enum class QueryElement : uint8_t {
 };
 
 struct IndexLogitsArgs {
-  LayerView keys;        // index-K: kBf16, kFp8 or kFp4, head_dim 128
-  PageTableView pages;   // row = sequence
+  LayerView keys;       // index-K: kBf16, kFp8 or kFp4, head_dim 128
+  PageTableView pages;  // row = sequence
 
-  const void* q = nullptr;                // [query_count, heads, 128] of q_element
+  const void* q = nullptr;  // [query_count, heads, 128] of q_element
   QueryElement q_element = QueryElement::kBf16;
-  const uint8_t* q_scale = nullptr;       // [query_count, heads, 4] ue8m0, kFp4 only
-  const float* head_weights = nullptr;    // [query_count, heads], all factors included
-  const int32_t* query_row = nullptr;     // [query_count] page-table row; null: query t belongs to row t / queries_per_row
-  int32_t queries_per_row = 1;            // decode: 1..8 query tokens a sequence, in order of position
-  const int32_t* visible = nullptr;       // [query_count] entries of its row that the query sees, local
+  const uint8_t* q_scale = nullptr;     // [query_count, heads, 4] ue8m0, kFp4 only
+  const float* head_weights = nullptr;  // [query_count, heads], all factors included
+  const int32_t* query_row = nullptr;   // [query_count] page-table row; null: query t belongs to row t / queries_per_row
+  int32_t queries_per_row = 1;          // decode: 1..8 query tokens a sequence, in order of position
+  const int32_t* visible = nullptr;     // [query_count] entries of its row that the query sees, local
   int32_t query_count = 0;
-  int32_t heads = 0;                      // 1..128
+  int32_t heads = 0;  // 1..128
 
   // The chunk of local entries to score, so that a caller can bound the score buffer. Entry s goes to column
   // s - entry_begin. entry_begin must be a multiple of slots_per_page.
   int64_t entry_begin = 0;
   int64_t entry_count = 0;
 
-  float* scores = nullptr;   // [query_count, score_stride]
-  int64_t score_stride = 0;  // floats, >= entry_count
+  float* scores = nullptr;     // [query_count, score_stride]
+  int64_t score_stride = 0;    // floats, >= entry_count
   OpReport* report = nullptr;  // may be null
 };
 
@@ -88,7 +88,7 @@ enum class ScoreVariant : uint32_t {
   kCpuAvx2 = 3,
   kCpuAvx512 = 4,
   kCpuAvx512Bf16 = 5,
-  kCudaSm90 = 16,   // wgmma / mma.sync as tuned for 9.0a
+  kCudaSm90 = 16,  // wgmma / mma.sync as tuned for 9.0a
   kCudaSm100 = 17,
   kCudaSm120 = 18,
   kCudaPlain = 19,  // the fall-back without architecture-specific instructions

@@ -54,12 +54,12 @@ namespace needle {
 namespace {
 
 constexpr int kDim = kIndexHeadDim;
-constexpr int kBlockKeys = 64;                     // keys converted and scored at a time: 32 KiB as fp32, an L1 cache
-constexpr int kLanesMax = 16;                      // heads in the widest register
-constexpr int64_t kPackedBytes = 128 * kKiB;       // queries packed at a time: 4 of 64 heads as fp32, L2-resident
+constexpr int kBlockKeys = 64;                // keys converted and scored at a time: 32 KiB as fp32, an L1 cache
+constexpr int kLanesMax = 16;                 // heads in the widest register
+constexpr int64_t kPackedBytes = 128 * kKiB;  // queries packed at a time: 4 of 64 heads as fp32, L2-resident
 constexpr int kQueriesTogetherMax = 4;
-constexpr int64_t kTaskEntriesMin = 1024;          // below it packing the query would show (about 30 keys' time)
-constexpr int kTasksPerWorker = 8;                 // enough to even out ragged lengths
+constexpr int64_t kTaskEntriesMin = 1024;  // below it packing the query would show (about 30 keys' time)
+constexpr int kTasksPerWorker = 8;         // enough to even out ragged lengths
 
 static_assert(kPackedBytes >= int64_t{kQueriesTogetherMax} * 64 * kDim * 4);
 static_assert(kPackedBytes >= int64_t{kQueriesTogetherMax / 2} * kIndexHeadsMax * kDim * 4);
@@ -72,10 +72,10 @@ struct HeadWeights {
 };
 
 struct TaskScratch {
-  alignas(64) std::byte packed[kPackedBytes];                  // [queries together] packed queries
-  alignas(64) float keys[kBlockKeys * kDim];                   // converted keys of the block at hand, fp32 or bf16
-  alignas(64) float lane_sums[kBlockKeys * kLanesMax];         // [key][lane] weighted sums over the groups of heads
-  alignas(64) uint16_t query[kIndexHeadsMax * kDim];           // one query as bf16, before it is packed
+  alignas(64) std::byte packed[kPackedBytes];           // [queries together] packed queries
+  alignas(64) float keys[kBlockKeys * kDim];            // converted keys of the block at hand, fp32 or bf16
+  alignas(64) float lane_sums[kBlockKeys * kLanesMax];  // [key][lane] weighted sums over the groups of heads
+  alignas(64) uint16_t query[kIndexHeadsMax * kDim];    // one query as bf16, before it is packed
   alignas(64) float scores[kBlockKeys];
   HeadWeights weights[kQueriesTogetherMax];
 };
@@ -87,8 +87,8 @@ struct Twin {
   // Slots first .. first + count of a page, as this set multiplies them; may return the page itself.
   const void* (*convert_keys)(const std::byte* part, const LayerView& view, int first, int count, float* buffer);
   // scores[i] = sum over heads for key i, without its scale. count <= kBlockKeys.
-  void (*score_keys)(const void* packed, const HeadWeights& weights, int heads, const void* keys, int count,
-                     float* lane_sums, float* scores);
+  void (*score_keys)(const void* packed, const HeadWeights& weights, int heads, const void* keys, int count, float* lane_sums,
+                     float* scores);
 };
 
 const std::byte* key_data(const std::byte* part, const LayerView& view, int slot) {
@@ -171,8 +171,7 @@ const void* convert_keys_portable(const std::byte* part, const LayerView& view, 
 }
 
 template <int kGroups, int kKeys>
-void tile_portable(const float* packed, const float* weights, int heads_left, const float* keys, bool first_pass,
-                   float* lane_sums) {
+void tile_portable(const float* packed, const float* weights, int heads_left, const float* keys, bool first_pass, float* lane_sums) {
   Four dot[kGroups][kKeys] = {};
   for (int d = 0; d < kDim; ++d) {
     NEEDLE_UNROLL
@@ -199,8 +198,8 @@ void tile_portable(const float* packed, const float* weights, int heads_left, co
 }
 
 template <int kGroups, int kKeys>
-void tiles_portable(const float* packed, const float* weights, int heads_left, const float* keys, int count,
-                    bool first_pass, float* lane_sums) {
+void tiles_portable(const float* packed, const float* weights, int heads_left, const float* keys, int count, bool first_pass,
+                    float* lane_sums) {
   for (; count >= kKeys; count -= kKeys) {
     tile_portable<kGroups, kKeys>(packed, weights, heads_left, keys, first_pass, lane_sums);
     keys += kKeys * kDim;
@@ -213,8 +212,8 @@ void tiles_portable(const float* packed, const float* weights, int heads_left, c
   }
 }
 
-void score_keys_portable(const void* packed, const HeadWeights& weights, int heads, const void* keys, int count,
-                         float* lane_sums, float* scores) {
+void score_keys_portable(const void* packed, const HeadWeights& weights, int heads, const void* keys, int count, float* lane_sums,
+                         float* scores) {
   const float* query = static_cast<const float*>(packed);
   const float* key = static_cast<const float*>(keys);
   for (int head = 0; head < heads; head += kPortableGroups * kPortableLanes) {
@@ -299,8 +298,7 @@ NEEDLE_AVX2 inline void widen_fp4_avx2(const std::byte* data, const std::byte* s
   }
 }
 
-NEEDLE_AVX2 const void* convert_keys_avx2(const std::byte* part, const LayerView& view, int first, int count,
-                                          float* buffer) {
+NEEDLE_AVX2 const void* convert_keys_avx2(const std::byte* part, const LayerView& view, int first, int count, float* buffer) {
   for (int i = 0; i < count; ++i) {
     const std::byte* data = key_data(part, view, first + i);
     float* key = buffer + i * kDim;
@@ -314,8 +312,8 @@ NEEDLE_AVX2 const void* convert_keys_avx2(const std::byte* part, const LayerView
 }
 
 template <int kGroups, int kKeys>
-NEEDLE_AVX2 void tile_avx2(const float* packed, const float* weights, int heads_left, const float* keys,
-                           bool first_pass, float* lane_sums) {
+NEEDLE_AVX2 void tile_avx2(const float* packed, const float* weights, int heads_left, const float* keys, bool first_pass,
+                           float* lane_sums) {
   __m256 dot[kGroups][kKeys];
   NEEDLE_UNROLL
   for (int g = 0; g < kGroups; ++g) {
@@ -348,8 +346,8 @@ NEEDLE_AVX2 void tile_avx2(const float* packed, const float* weights, int heads_
 }
 
 template <int kGroups, int kKeys>
-NEEDLE_AVX2 void tiles_avx2(const float* packed, const float* weights, int heads_left, const float* keys, int count,
-                            bool first_pass, float* lane_sums) {
+NEEDLE_AVX2 void tiles_avx2(const float* packed, const float* weights, int heads_left, const float* keys, int count, bool first_pass,
+                            float* lane_sums) {
   for (; count >= kKeys; count -= kKeys) {
     tile_avx2<kGroups, kKeys>(packed, weights, heads_left, keys, first_pass, lane_sums);
     keys += kKeys * kDim;
@@ -373,14 +371,14 @@ NEEDLE_AVX2 void sum_lanes_avx2(float* lane_sums, int count, float* scores) {
     const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
     const __m256d ab_pairs = _mm256_castps_pd(ab);
     const __m256d cd_pairs = _mm256_castps_pd(cd);
-    const __m256 abcd = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab_pairs, cd_pairs)),
-                                      _mm256_castpd_ps(_mm256_unpackhi_pd(ab_pairs, cd_pairs)));
+    const __m256 abcd =
+        _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab_pairs, cd_pairs)), _mm256_castpd_ps(_mm256_unpackhi_pd(ab_pairs, cd_pairs)));
     _mm_storeu_ps(scores + i, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
   }
 }
 
-NEEDLE_AVX2 void score_keys_avx2(const void* packed, const HeadWeights& weights, int heads, const void* keys, int count,
-                                 float* lane_sums, float* scores) {
+NEEDLE_AVX2 void score_keys_avx2(const void* packed, const HeadWeights& weights, int heads, const void* keys, int count, float* lane_sums,
+                                 float* scores) {
   const float* query = static_cast<const float*>(packed);
   const float* key = static_cast<const float*>(keys);
   for (int head = 0; head < heads;) {
@@ -424,8 +422,7 @@ NEEDLE_AVX512 inline void widen_fp8_avx512(const std::byte* data, float* key) {
   for (int d = 0; d < kDim; d += 16) {
     const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data + d)));
     const __m512i magnitude = _mm512_and_si512(code, seven_bits);
-    __m512 value =
-        _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(120 << 23)));
+    __m512 value = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(120 << 23)));
     const __mmask16 is_denormal = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8));
     value = _mm512_mask_mul_ps(value, is_denormal, _mm512_cvtepi32_ps(magnitude), _mm512_set1_ps(0x1.0p-9f));
     const __mmask16 is_nan = _mm512_cmpeq_epi32_mask(magnitude, seven_bits);
@@ -436,8 +433,7 @@ NEEDLE_AVX512 inline void widen_fp8_avx512(const std::byte* data, float* key) {
 }
 
 NEEDLE_AVX512 inline __m512 e2m1_all() {
-  return _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f,
-                        -6.0f);
+  return _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
 }
 
 NEEDLE_AVX512 inline void widen_fp4_avx512(const std::byte* data, const std::byte* scales, float* key) {
@@ -449,8 +445,7 @@ NEEDLE_AVX512 inline void widen_fp4_avx512(const std::byte* data, const std::byt
   }
 }
 
-NEEDLE_AVX512 const void* convert_keys_avx512(const std::byte* part, const LayerView& view, int first, int count,
-                                              float* buffer) {
+NEEDLE_AVX512 const void* convert_keys_avx512(const std::byte* part, const LayerView& view, int first, int count, float* buffer) {
   for (int i = 0; i < count; ++i) {
     const std::byte* data = key_data(part, view, first + i);
     float* key = buffer + i * kDim;
@@ -465,8 +460,8 @@ NEEDLE_AVX512 const void* convert_keys_avx512(const std::byte* part, const Layer
 
 // The end of a tile, shared by both AVX-512 twins.
 template <int kGroups, int kKeys>
-NEEDLE_AVX512 inline void add_heads_avx512(const __m512 (&dot)[kGroups][kKeys], const float* weights, int heads_left,
-                                           bool first_pass, float* lane_sums) {
+NEEDLE_AVX512 inline void add_heads_avx512(const __m512 (&dot)[kGroups][kKeys], const float* weights, int heads_left, bool first_pass,
+                                           float* lane_sums) {
   NEEDLE_UNROLL
   for (int k = 0; k < kKeys; ++k) {
     __m512 sum = first_pass ? _mm512_setzero_ps() : _mm512_load_ps(lane_sums + k * kAvx512Lanes);
@@ -481,8 +476,8 @@ NEEDLE_AVX512 inline void add_heads_avx512(const __m512 (&dot)[kGroups][kKeys], 
 }
 
 template <int kGroups, int kKeys>
-NEEDLE_AVX512 void tile_avx512(const float* packed, const float* weights, int heads_left, const float* keys,
-                               bool first_pass, float* lane_sums) {
+NEEDLE_AVX512 void tile_avx512(const float* packed, const float* weights, int heads_left, const float* keys, bool first_pass,
+                               float* lane_sums) {
   __m512 dot[kGroups][kKeys];
   NEEDLE_UNROLL
   for (int g = 0; g < kGroups; ++g) {
@@ -504,8 +499,8 @@ NEEDLE_AVX512 void tile_avx512(const float* packed, const float* weights, int he
 }
 
 template <int kGroups, int kKeys>
-NEEDLE_AVX512 void tiles_avx512(const float* packed, const float* weights, int heads_left, const float* keys, int count,
-                                bool first_pass, float* lane_sums) {
+NEEDLE_AVX512 void tiles_avx512(const float* packed, const float* weights, int heads_left, const float* keys, int count, bool first_pass,
+                                float* lane_sums) {
   for (; count >= kKeys; count -= kKeys) {
     tile_avx512<kGroups, kKeys>(packed, weights, heads_left, keys, first_pass, lane_sums);
     keys += kKeys * kDim;
@@ -529,15 +524,15 @@ NEEDLE_AVX512 void sum_lanes_avx512(float* lane_sums, int count, float* scores) 
     const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     const __m512d ab_pairs = _mm512_castps_pd(ab);
     const __m512d cd_pairs = _mm512_castps_pd(cd);
-    const __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab_pairs, cd_pairs)),
-                                      _mm512_castpd_ps(_mm512_unpackhi_pd(ab_pairs, cd_pairs)));
+    const __m512 abcd =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab_pairs, cd_pairs)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab_pairs, cd_pairs)));
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
     _mm_storeu_ps(scores + i, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
   }
 }
 
-NEEDLE_AVX512 void score_keys_avx512(const void* packed, const HeadWeights& weights, int heads, const void* keys,
-                                     int count, float* lane_sums, float* scores) {
+NEEDLE_AVX512 void score_keys_avx512(const void* packed, const HeadWeights& weights, int heads, const void* keys, int count,
+                                     float* lane_sums, float* scores) {
   const float* query = static_cast<const float*>(packed);
   const float* key = static_cast<const float*>(keys);
   for (int head = 0; head < heads;) {
@@ -607,8 +602,7 @@ NEEDLE_AVX512 inline void bf16_of_fp4_avx512(const std::byte* data, const std::b
   }
 }
 
-NEEDLE_AVX512 const void* convert_keys_avx512bf16(const std::byte* part, const LayerView& view, int first, int count,
-                                                  float* buffer) {
+NEEDLE_AVX512 const void* convert_keys_avx512bf16(const std::byte* part, const LayerView& view, int first, int count, float* buffer) {
   if (view.element == ElementFormat::kBf16) return key_data(part, view, first);
   // The buffer is this set's own; every other set keeps floats in it.
   // cppcheck-suppress invalidPointerCast
@@ -625,8 +619,8 @@ NEEDLE_AVX512 const void* convert_keys_avx512bf16(const std::byte* part, const L
 }
 
 template <int kGroups, int kKeys>
-NEEDLE_AVX512BF16 void tile_avx512bf16(const uint32_t* packed, const float* weights, int heads_left,
-                                       const std::byte* keys, bool first_pass, float* lane_sums) {
+NEEDLE_AVX512BF16 void tile_avx512bf16(const uint32_t* packed, const float* weights, int heads_left, const std::byte* keys, bool first_pass,
+                                       float* lane_sums) {
   __m512 dot[kGroups][kKeys];
   NEEDLE_UNROLL
   for (int g = 0; g < kGroups; ++g) {
@@ -650,8 +644,8 @@ NEEDLE_AVX512BF16 void tile_avx512bf16(const uint32_t* packed, const float* weig
 }
 
 template <int kGroups, int kKeys>
-NEEDLE_AVX512BF16 void tiles_avx512bf16(const uint32_t* packed, const float* weights, int heads_left,
-                                        const std::byte* keys, int count, bool first_pass, float* lane_sums) {
+NEEDLE_AVX512BF16 void tiles_avx512bf16(const uint32_t* packed, const float* weights, int heads_left, const std::byte* keys, int count,
+                                        bool first_pass, float* lane_sums) {
   for (; count >= kKeys; count -= kKeys) {
     tile_avx512bf16<kGroups, kKeys>(packed, weights, heads_left, keys, first_pass, lane_sums);
     keys += kKeys * kDim * 2;
@@ -664,8 +658,8 @@ NEEDLE_AVX512BF16 void tiles_avx512bf16(const uint32_t* packed, const float* wei
   }
 }
 
-NEEDLE_AVX512BF16 void score_keys_avx512bf16(const void* packed, const HeadWeights& weights, int heads,
-                                             const void* keys, int count, float* lane_sums, float* scores) {
+NEEDLE_AVX512BF16 void score_keys_avx512bf16(const void* packed, const HeadWeights& weights, int heads, const void* keys, int count,
+                                             float* lane_sums, float* scores) {
   const uint32_t* query = static_cast<const uint32_t*>(packed);
   const std::byte* key = static_cast<const std::byte*>(keys);
   for (int head = 0; head < heads;) {
@@ -689,15 +683,11 @@ NEEDLE_AVX512BF16 void score_keys_avx512bf16(const void* packed, const HeadWeigh
 Twin twin_of(CpuIsa isa) {
   switch (isa) {
 #if NEEDLE_X86
-    case CpuIsa::kAvx2:
-      return {pack_query_fp32<kAvx2Lanes, kAvx2Groups>, convert_keys_avx2, score_keys_avx2};
-    case CpuIsa::kAvx512:
-      return {pack_query_fp32<kAvx512Lanes, kAvx512Groups>, convert_keys_avx512, score_keys_avx512};
-    case CpuIsa::kAvx512Bf16:
-      return {pack_query_avx512bf16, convert_keys_avx512bf16, score_keys_avx512bf16};
+    case CpuIsa::kAvx2: return {pack_query_fp32<kAvx2Lanes, kAvx2Groups>, convert_keys_avx2, score_keys_avx2};
+    case CpuIsa::kAvx512: return {pack_query_fp32<kAvx512Lanes, kAvx512Groups>, convert_keys_avx512, score_keys_avx512};
+    case CpuIsa::kAvx512Bf16: return {pack_query_avx512bf16, convert_keys_avx512bf16, score_keys_avx512bf16};
 #endif
-    default:
-      return {pack_query_fp32<kPortableLanes, kPortableGroups>, convert_keys_portable, score_keys_portable};
+    default: return {pack_query_fp32<kPortableLanes, kPortableGroups>, convert_keys_portable, score_keys_portable};
   }
 }
 
@@ -740,8 +730,7 @@ void mark_absent(float* scores, int64_t count, OpReport& found) {
 }
 
 // Scales the sums of one block, makes NaN canonical, and writes them out.
-void write_scores(const float* sums, const LayerView& view, const std::byte* part, int first, int count, float* scores,
-                  OpReport& found) {
+void write_scores(const float* sums, const LayerView& view, const std::byte* part, int first, int count, float* scores, OpReport& found) {
   const bool scaled = view.element == ElementFormat::kFp8;
   const std::byte* scales = key_scale(part, view, first);  // fp32, side by side in slot order
   uint64_t nans = 0;
@@ -762,8 +751,8 @@ void write_scores(const float* sums, const LayerView& view, const std::byte* par
 }
 
 // Queries first .. first + count, all of one table row, against columns begin .. end of the chunk. begin is at a page.
-void score_run(const IndexLogitsArgs& args, const Twin& twin, int64_t first, int count, int64_t begin, int64_t end,
-               TaskScratch& scratch, OpReport& found) {
+void score_run(const IndexLogitsArgs& args, const Twin& twin, int64_t first, int count, int64_t begin, int64_t end, TaskScratch& scratch,
+               OpReport& found) {
   const LayerView& view = args.keys;
   int64_t seen[kQueriesTogetherMax] = {};
   int64_t longest = 0;
@@ -804,10 +793,9 @@ void score_run(const IndexLogitsArgs& args, const Twin& twin, int64_t first, int
       for (int i = 0; i < count; ++i) {
         const int keys_seen = static_cast<int>(std::min<int64_t>(keys_at_hand, seen[i] - block));
         if (keys_seen <= 0) continue;
-        twin.score_keys(scratch.packed + i * packed_bytes, scratch.weights[i], args.heads, keys, keys_seen,
-                        scratch.lane_sums, scratch.scores);
-        write_scores(scratch.scores, view, part, slot, keys_seen,
-                     args.scores + (first + i) * args.score_stride + block, found);
+        twin.score_keys(scratch.packed + i * packed_bytes, scratch.weights[i], args.heads, keys, keys_seen, scratch.lane_sums,
+                        scratch.scores);
+        write_scores(scratch.scores, view, part, slot, keys_seen, args.scores + (first + i) * args.score_stride + block, found);
       }
     }
   }
@@ -826,8 +814,8 @@ absl::Status index_logits_cpu(const IndexLogitsArgs& args, CpuIsa isa, Workers& 
   if (absl::Status status = check_index_logits(args); !status.ok()) return status;
   if (!cpu_has(isa)) {
     return absl::FailedPreconditionError(absl::StrCat("index_logits: instruction set ", name_of(isa),
-                                                      " was asked for and this machine has at most ",
-                                                      name_of(best_cpu_isa()), "; ask best_cpu_isa()"));
+                                                      " was asked for and this machine has at most ", name_of(best_cpu_isa()),
+                                                      "; ask best_cpu_isa()"));
   }
   if (args.query_count == 0 || args.entry_count == 0) return absl::OkStatus();
 

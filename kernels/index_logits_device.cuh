@@ -26,10 +26,10 @@ namespace needle::logits {
 // Work.
 
 struct Run {
-  int token = 0;      // first query
-  int count = 0;      // queries, 1..kTokens; 0: there are no more
-  int row = 0;        // page-table row; -1 where query_row names none
-  int tiles = 0;      // tiles up to the longest visible length of the run, within the chunk
+  int token = 0;  // first query
+  int count = 0;  // queries, 1..kTokens; 0: there are no more
+  int row = 0;    // page-table row; -1 where query_row names none
+  int tiles = 0;  // tiles up to the longest visible length of the run, within the chunk
 };
 
 __device__ __forceinline__ int row_of_query(const IndexLogitsArgs& args, int token) {
@@ -126,8 +126,7 @@ __device__ __forceinline__ Piece find_piece(const IndexLogitsArgs& args, int64_t
   }
   before -= mine;
   // Pieces differ by one tile at most. One 32-bit division wherever the total fits, as a 64-bit one costs a block's start.
-  const int64_t each_piece = total <= 0x7FFFFFFF ? static_cast<int64_t>(static_cast<uint32_t>(total) / gridDim.x)
-                                                 : total / gridDim.x;
+  const int64_t each_piece = total <= 0x7FFFFFFF ? static_cast<int64_t>(static_cast<uint32_t>(total) / gridDim.x) : total / gridDim.x;
   const int64_t longer = total - each_piece * gridDim.x;  // pieces that take one more
   const int64_t begin = each_piece * blockIdx.x + min(static_cast<int64_t>(blockIdx.x), longer);
   const int64_t end = begin + each_piece + (blockIdx.x < longer ? 1 : 0);
@@ -178,8 +177,8 @@ __device__ __forceinline__ float2 float2_of_e4m3x2(uint16_t codes) {
   return __half22float2(__half2(halves));
 }
 __device__ __forceinline__ float float_of_e2m1_code(uint32_t code) {
-  const float magnitude = (code & 6u) == 0 ? 0.5f * static_cast<float>(code & 1u)
-                                           : __uint_as_float(((126u + ((code >> 1) & 3u)) << 23) | ((code & 1u) << 22));
+  const float magnitude =
+      (code & 6u) == 0 ? 0.5f * static_cast<float>(code & 1u) : __uint_as_float(((126u + ((code >> 1) & 3u)) << 23) | ((code & 1u) << 22));
   return (code & 8u) != 0 ? -magnitude : magnitude;
 }
 __device__ __forceinline__ float float_of_ue8m0_code(uint32_t code) {
@@ -253,14 +252,12 @@ struct KeyTraits;
 
 template <>
 struct KeyTraits<ElementFormat::kBf16> {
-  static constexpr bool kHalf = false;                        // matrix element: f16 if true, bf16 if false
-  static constexpr int kTileBytes = kTileSlots * 256;         // values of a whole tile
+  static constexpr bool kHalf = false;                 // matrix element: f16 if true, bf16 if false
+  static constexpr int kTileBytes = kTileSlots * 256;  // values of a whole tile
   static constexpr int kStageBytes = kTileBytes;
   // chunks t, t + 4, t + 8, t + 12 of 8 elements, two steps each
   __device__ static constexpr int element_of(int step, int t, int i) { return 8 * (t + 4 * (step / 2)) + 4 * (step % 2) + i; }
-  __device__ static constexpr int pair_place(int pair) {
-    return 4 * (2 * (2 * (pair / 16) + pair % 4 / 2) + pair % 2) + pair / 4 % 4;
-  }
+  __device__ static constexpr int pair_place(int pair) { return 4 * (2 * (2 * (pair / 16) + pair % 4 / 2) + pair % 2) + pair / 4 % 4; }
 };
 template <>
 struct KeyTraits<ElementFormat::kFp8> {
@@ -269,9 +266,7 @@ struct KeyTraits<ElementFormat::kFp8> {
   static constexpr int kStageBytes = kTileBytes + kTileSlots * 4;
   // chunks t, t + 4 of 16 elements, four steps each
   __device__ static constexpr int element_of(int step, int t, int i) { return 16 * (t + 4 * (step / 4)) + 4 * (step % 4) + i; }
-  __device__ static constexpr int pair_place(int pair) {
-    return 4 * (2 * (4 * (pair / 32) + pair % 8 / 2) + pair % 2) + pair / 8 % 4;
-  }
+  __device__ static constexpr int pair_place(int pair) { return 4 * (2 * (4 * (pair / 32) + pair % 8 / 2) + pair % 2) + pair / 8 % 4; }
 };
 template <>
 struct KeyTraits<ElementFormat::kFp4> {

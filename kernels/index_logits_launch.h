@@ -15,8 +15,8 @@ namespace needle::logits {
 inline constexpr int kTileSlots = 64;  // slots of a page that are scored as one
 
 struct Plan {
-  int heads = 64;   // padded: 32, 64 or 128
-  int tokens = 1;   // queries a run, tokens_a_run()
+  int heads = 64;  // padded: 32, 64 or 128
+  int tokens = 1;  // queries a run, tokens_a_run()
   int blocks = 0;
   int64_t shared_limit = 0;  // bytes a block may use
   int ring_stages_max = 0;

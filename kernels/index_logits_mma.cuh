@@ -32,7 +32,7 @@ struct alignas(16) MmaTail {
   Piece piece;
   int32_t present[kMmaRingStagesMax];  // as in Sm90Tail
   alignas(16) float weights[WeightLayout<kHeads>::kToken * kTokens];
-  float scales[kHeads * kTokens];              // of the queries, where the matrix element is f16
+  float scales[kHeads * kTokens];  // of the queries, where the matrix element is f16
   int32_t limits[kTokens];
 };
 
@@ -52,9 +52,7 @@ struct MmaShape {
   }
 };
 
-__device__ __forceinline__ void scoring_warps_meet() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kMmaScoringThreads) : "memory");
-}
+__device__ __forceinline__ void scoring_warps_meet() { asm volatile("bar.sync 1, %0;" ::"n"(kMmaScoringThreads) : "memory"); }
 
 // The queries of a run in fragment order: 16 bytes for (block of 64 columns, step, pair of column groups, lane).
 template <ElementFormat kKeys, int kHeads, int kTokens>
@@ -104,8 +102,7 @@ __device__ __forceinline__ void load_query_fragments(const IndexLogitsArgs& args
 }
 
 template <ElementFormat kKeys, int kHeads, int kTokens>
-__global__ void __launch_bounds__(kMmaThreads, 1)
-    index_logits_mma_kernel(const __grid_constant__ IndexLogitsArgs args, int stages) {
+__global__ void __launch_bounds__(kMmaThreads, 1) index_logits_mma_kernel(const __grid_constant__ IndexLogitsArgs args, int stages) {
   using Shape = MmaShape<kKeys, kHeads, kTokens>;
   using Traits = KeyTraits<kKeys>;
   constexpr int kColumns = Shape::kColumns;
@@ -156,13 +153,11 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
               std::byte* const to = ring + Shape::kStageBytes * stage;
               const std::byte* from = args.keys.base + page * args.keys.page_stride;
               const uint32_t value_bytes = static_cast<uint32_t>(place.slots * kRowBytes);
-              const uint32_t scale_bytes =
-                  kKeys == ElementFormat::kBf16 ? 0 : static_cast<uint32_t>((place.slots * 4 + 15) / 16 * 16);
+              const uint32_t scale_bytes = kKeys == ElementFormat::kBf16 ? 0 : static_cast<uint32_t>((place.slots * 4 + 15) / 16 * 16);
               barrier_arrive_expect(full, value_bytes + scale_bytes);
               bulk_copy(to, from + place.slot * kRowBytes, value_bytes, full, policy);
               if constexpr (kKeys != ElementFormat::kBf16) {
-                bulk_copy(to + Traits::kTileBytes, from + args.keys.slots_per_page * kRowBytes + place.slot * 4,
-                          scale_bytes, full, policy);
+                bulk_copy(to + Traits::kTileBytes, from + args.keys.slots_per_page * kRowBytes + place.slot * 4, scale_bytes, full, policy);
               }
             }
           }

@@ -107,8 +107,7 @@ absl::Status check_index_logits(const IndexLogitsArgs& args) {
       return refuse("page_stride", keys.page_stride, absl::StrCat("times page_count ", keys.page_count, " it exceeds 63 bits"));
     }
   }
-  if (args.q_element != QueryElement::kBf16 && args.q_element != QueryElement::kFp8 &&
-      args.q_element != QueryElement::kFp4) {
+  if (args.q_element != QueryElement::kBf16 && args.q_element != QueryElement::kFp8 && args.q_element != QueryElement::kFp4) {
     return refuse("q_element", static_cast<int>(args.q_element), "it must be bf16 (0), fp8 (1) or fp4 (2)");
   }
   if (args.heads < 1 || args.heads > kIndexHeadsMax) return refuse("heads", args.heads, "it must be 1..128");
@@ -128,18 +127,15 @@ absl::Status check_index_logits(const IndexLogitsArgs& args) {
   if (pages.rows < 0) return refuse("pages.rows", pages.rows, "it must not be negative");
   if (pages.pages_per_row < 0) return refuse("pages.pages_per_row", pages.pages_per_row, "it must not be negative");
   if (pages.row_stride < pages.pages_per_row) {
-    return refuse("pages.row_stride", pages.row_stride,
-                  absl::StrCat("a row of the page table takes pages_per_row ", pages.pages_per_row));
+    return refuse("pages.row_stride", pages.row_stride, absl::StrCat("a row of the page table takes pages_per_row ", pages.pages_per_row));
   }
   if (args.queries_per_row < 1 || (args.query_row == nullptr && args.queries_per_row > kSpeculativeRowsMax)) {
     return refuse("queries_per_row", args.queries_per_row,
                   absl::StrCat("it must be 1..", kSpeculativeRowsMax, "; longer runs of queries name their rows in query_row"));
   }
   if (args.query_count == 0 || args.entry_count == 0) return absl::OkStatus();  // nothing is read or written
-  if (args.query_row == nullptr &&
-      static_cast<int64_t>(pages.rows) * args.queries_per_row < static_cast<int64_t>(args.query_count)) {
-    return refuse("pages.rows", pages.rows,
-                  absl::StrCat(args.query_count, " queries at ", args.queries_per_row, " a row need more rows"));
+  if (args.query_row == nullptr && static_cast<int64_t>(pages.rows) * args.queries_per_row < static_cast<int64_t>(args.query_count)) {
+    return refuse("pages.rows", pages.rows, absl::StrCat(args.query_count, " queries at ", args.queries_per_row, " a row need more rows"));
   }
   if (pages.pages == nullptr && pages.pages_per_row > 0) {
     return refuse("pages.pages", 0, "a page table with columns needs an address");

@@ -39,7 +39,7 @@ struct alignas(16) Sm90Tail {
   Piece piece;
   int32_t present[kStagesMax];  // 1: the tile is there; 0: its page is absent; -1: past the page table
   alignas(16) float weights[2][WeightLayout<kHeads>::kToken * kTokens];
-  int32_t limits[2][kTokens];       // entries of the chunk that each token of the run sees
+  int32_t limits[2][kTokens];  // entries of the chunk that each token of the run sees
 };
 
 template <ElementFormat kKeys, int kHeads, int kTokens>
@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
       // Lane l feeds tile l of every 32. A few lanes wait, announce and copy side by side: one alone would take longer to
       // issue a tile of fp8 than memory to deliver it. All 32 at once would drain the ring before they refill it.
       constexpr int kTogether = Shape::kGroups;  // never more than there are stages
-      int stage = 0;        // of the tile at `base`
-      uint32_t parity = 1;  // the ring starts empty
+      int stage = 0;                             // of the tile at `base`
+      uint32_t parity = 1;                       // the ring starts empty
       while (piece.left > 0) {
         const int end = piece.tile + tiles_here(piece);
         const auto page_of = [&](int tile) {
@@ -214,8 +214,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
                     const uint32_t value_bytes = static_cast<uint32_t>(place.slots * kRow);
                     barrier_arrive_expect(full, value_bytes + scale_bytes);
                     bulk_copy(to, from + place.slot * kRow, value_bytes, full, policy);
-                    bulk_copy(to + Traits::kTileBytes, from + args.keys.slots_per_page * kRow + place.slot * 4, scale_bytes,
-                              full, policy);
+                    bulk_copy(to + Traits::kTileBytes, from + args.keys.slots_per_page * kRow + place.slot * 4, scale_bytes, full, policy);
                   }
                 }
               }
@@ -240,8 +239,8 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
           if (thread == 0) {
             expect_bytes(&tail.query_full[buffer], Shape::kQueryBytes);
             for (int half = 0; half < 2; ++half) {
-              tensor_copy(operand + half * (kColumns * 128), &query_map, 64 * half, 0, piece.run.token,
-                          &tail.query_full[buffer], cache_evict_normal());
+              tensor_copy(operand + half * (kColumns * 128), &query_map, 64 * half, 0, piece.run.token, &tail.query_full[buffer],
+                          cache_evict_normal());
             }
           }
           for (int n = thread; n < kColumns; n += kSm90LoaderThreads) {
@@ -329,8 +328,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
             wgmma_begin();
 #pragma unroll
             for (int s = 0; s < 8; ++s) {
-              wgmma_registers<kColumns, kElement>(
-                  d, a[s], wgmma_tile(query_address + (s / 4) * (kColumns * 128) + (s % 4) * 32), s);
+              wgmma_registers<kColumns, kElement>(d, a[s], wgmma_tile(query_address + (s / 4) * (kColumns * 128) + (s % 4) * 32), s);
             }
             wgmma_commit();
             if (Shape::kTakeTurns && lane == 0) barrier_arrive(&tail.turn[1 - group]);
@@ -389,8 +387,8 @@ absl::Status launch_sm90(const Plan& plan, const IndexLogitsArgs& args, const Te
   shape.grid = dim3(static_cast<unsigned>(plan.blocks));
   shape.block = dim3(Shape::kThreads);
   shape.shared_bytes = static_cast<size_t>(Shape::shared_bytes(stages));
-  return launch("index_logits_cuda", index_logits_sm90_kernel<kKeys, kHeads, kTokens>, shape, stream, args, maps.keys,
-                maps.queries, stages);
+  return launch("index_logits_cuda", index_logits_sm90_kernel<kKeys, kHeads, kTokens>, shape, stream, args, maps.keys, maps.queries,
+                stages);
 }
 
 template <ElementFormat kKeys>

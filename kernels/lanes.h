@@ -119,9 +119,7 @@ struct PortableLanes {
   }
   template <int kDistance>
   NEEDLE_LANE_OP V butterfly(V a) {  // lane i joins lane i ^ distance: their sum below, their difference above
-    return each([&](int i) {
-      return (i & kDistance) == 0 ? a.lane[i ^ kDistance] + a.lane[i] : a.lane[i ^ kDistance] - a.lane[i];
-    });
+    return each([&](int i) { return (i & kDistance) == 0 ? a.lane[i ^ kDistance] + a.lane[i] : a.lane[i ^ kDistance] - a.lane[i]; });
   }
 };
 
@@ -139,9 +137,7 @@ struct Avx2Lanes {
     _mm256_storeu_ps(to, a.low);
     _mm256_storeu_ps(to + 8, a.high);
   }
-  NEEDLE_AVX2_OP __m256 widen(__m128i words) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
-  }
+  NEEDLE_AVX2_OP __m256 widen(__m128i words) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16)); }
   NEEDLE_AVX2_OP V load_bf16(const uint16_t* from) {
     return {widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
             widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8)))};
@@ -149,20 +145,16 @@ struct Avx2Lanes {
   NEEDLE_AVX2_OP __m256i bf16_words(__m256 a) {
     const __m256i bits = _mm256_castps_si256(a);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded =
-        _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
     return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(kBf16Nan), nan);
   }
-  NEEDLE_AVX2_OP __m256i pack_words(__m256i low, __m256i high) {
-    return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
-  }
+  NEEDLE_AVX2_OP __m256i pack_words(__m256i low, __m256i high) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8); }
   NEEDLE_AVX2_OP void store_bf16(uint16_t* to, V a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pack_words(bf16_words(a.low), bf16_words(a.high)));
   }
   NEEDLE_AVX2_OP V round_bf16(V a) {
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(bf16_words(a.low), 16)),
-            _mm256_castsi256_ps(_mm256_slli_epi32(bf16_words(a.high), 16))};
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(bf16_words(a.low), 16)), _mm256_castsi256_ps(_mm256_slli_epi32(bf16_words(a.high), 16))};
   }
   NEEDLE_AVX2_OP __m256i e4m3_codes(__m256 a) {
     const __m256i bits = _mm256_castps_si256(a);
@@ -191,9 +183,7 @@ struct Avx2Lanes {
     const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(_mm256_castps_si256(a), 28), _mm256_set1_epi32(8));
     const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a);
     __m256i steps = _mm256_castps_si256(_mm256_cmp_ps(magnitude, _mm256_set1_ps(0.25f), _CMP_GT_OQ));
-    const auto step = [&steps](__m256 reached) NEEDLE_TARGET_AVX2 {
-      steps = _mm256_add_epi32(steps, _mm256_castps_si256(reached));
-    };
+    const auto step = [&steps](__m256 reached) NEEDLE_TARGET_AVX2 { steps = _mm256_add_epi32(steps, _mm256_castps_si256(reached)); };
     step(_mm256_cmp_ps(magnitude, _mm256_set1_ps(0.75f), _CMP_GE_OQ));
     step(_mm256_cmp_ps(magnitude, _mm256_set1_ps(1.25f), _CMP_GT_OQ));
     step(_mm256_cmp_ps(magnitude, _mm256_set1_ps(1.75f), _CMP_GE_OQ));
@@ -213,9 +203,7 @@ struct Avx2Lanes {
   NEEDLE_AVX2_OP V sub(V a, V b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
   NEEDLE_AVX2_OP V mul(V a, V b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
   NEEDLE_AVX2_OP V div(V a, V b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
-  NEEDLE_AVX2_OP V fma(V a, V b, V c) {
-    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
-  }
+  NEEDLE_AVX2_OP V fma(V a, V b, V c) { return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)}; }
   NEEDLE_AVX2_OP V minus_abs(V a) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_or_ps(a.low, sign), _mm256_or_ps(a.high, sign)};
@@ -225,14 +213,13 @@ struct Avx2Lanes {
             _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ))};
   }
   NEEDLE_AVX2_OP __m256 power_of_shifted(__m256 a) {
-    return _mm256_castsi256_ps(
-        _mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(127)), 23));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(127)), 23));
   }
   NEEDLE_AVX2_OP V power_of_shifted(V a) { return {power_of_shifted(a.low), power_of_shifted(a.high)}; }
   NEEDLE_AVX2_OP __m256 max_magnitude(__m256 a, __m256 b) {
     const __m256i mask = _mm256_set1_epi32(0x7FFFFFFF);
-    return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_and_si256(_mm256_castps_si256(a), mask),
-                                                _mm256_and_si256(_mm256_castps_si256(b), mask)));
+    return _mm256_castsi256_ps(
+        _mm256_max_epu32(_mm256_and_si256(_mm256_castps_si256(a), mask), _mm256_and_si256(_mm256_castps_si256(b), mask)));
   }
   NEEDLE_AVX2_OP V max_magnitude(V a, V b) { return {max_magnitude(a.low, b.low), max_magnitude(a.high, b.high)}; }
   NEEDLE_AVX2_OP float largest_magnitude(V a) {
@@ -289,8 +276,7 @@ struct Avx512Lanes {
   NEEDLE_AVX512_OP __m512i bf16_words(V a) {
     const __m512i bits = _mm512_castps_si512(a);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded =
-        _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd), 16);
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd), 16);
     return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), _mm512_set1_epi32(kBf16Nan));
   }
   NEEDLE_AVX512_OP void store_bf16(uint16_t* to, V a) {
@@ -307,10 +293,8 @@ struct Avx512Lanes {
     const __m512 shifted = _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(16384.0f));
     const __m512i small = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(0x46800000));
     __m512i code = _mm512_mask_mov_epi32(normal, _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x3C800000)), small);
-    code = _mm512_mask_mov_epi32(code, _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x43DFFFFF)),
-                                 _mm512_set1_epi32(0x7E));
-    code = _mm512_mask_mov_epi32(_mm512_or_si512(code, sign),
-                                 _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000)),
+    code = _mm512_mask_mov_epi32(code, _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x43DFFFFF)), _mm512_set1_epi32(0x7E));
+    code = _mm512_mask_mov_epi32(_mm512_or_si512(code, sign), _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000)),
                                  _mm512_set1_epi32(kE4m3Nan));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(code));
   }
@@ -337,21 +321,17 @@ struct Avx512Lanes {
   NEEDLE_AVX512_OP V div(V a, V b) { return _mm512_div_ps(a, b); }
   NEEDLE_AVX512_OP V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   NEEDLE_AVX512_OP V minus_abs(V a) { return _mm512_or_ps(a, _mm512_set1_ps(-0.0f)); }
-  NEEDLE_AVX512_OP V select_greater(V a, V b, V yes, V no) {
-    return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), yes);
-  }
+  NEEDLE_AVX512_OP V select_greater(V a, V b, V yes, V no) { return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), yes); }
   NEEDLE_AVX512_OP V power_of_shifted(V a) {
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(127)), 23));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(127)), 23));
   }
   NEEDLE_AVX512_OP V max_magnitude(V a, V b) {
     const __m512i mask = _mm512_set1_epi32(0x7FFFFFFF);
-    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(a), mask),
-                                                _mm512_and_si512(_mm512_castps_si512(b), mask)));
+    return _mm512_castsi512_ps(
+        _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(a), mask), _mm512_and_si512(_mm512_castps_si512(b), mask)));
   }
   NEEDLE_AVX512_OP float largest_magnitude(V a) {
-    return float_of_bits(_mm512_reduce_max_epu32(
-        _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7FFFFFFF))));
+    return float_of_bits(_mm512_reduce_max_epu32(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7FFFFFFF))));
   }
   NEEDLE_AVX512_OP float sum(V a) {
     const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
@@ -365,10 +345,7 @@ struct Avx512Lanes {
   NEEDLE_AVX512_OP V sub_add(V a, V b) { return _mm512_mask_sub_ps(_mm512_add_ps(a, b), 0x5555, a, b); }
   template <int kDistance>
   NEEDLE_AVX512_OP V butterfly(V a) {
-    constexpr __mmask16 kAbove = kDistance == 8   ? 0xFF00
-                                 : kDistance == 4 ? 0xF0F0
-                                 : kDistance == 2 ? 0xCCCC
-                                                  : 0xAAAA;
+    constexpr __mmask16 kAbove = kDistance == 8 ? 0xFF00 : kDistance == 4 ? 0xF0F0 : kDistance == 2 ? 0xCCCC : 0xAAAA;
     __m512 other;
     if constexpr (kDistance == 8) {
       other = _mm512_shuffle_f32x4(a, a, 0x4E);

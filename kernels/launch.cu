@@ -35,10 +35,8 @@ bool is_sticky(cudaError_t error) {
     case cudaErrorECCUncorrectable:
     case cudaErrorContextIsDestroyed:
     case cudaErrorMpsClientTerminated:
-    case cudaErrorExternalDevice:
-      return true;
-    default:
-      return false;
+    case cudaErrorExternalDevice: return true;
+    default: return false;
   }
 }
 
@@ -47,8 +45,7 @@ bool is_sticky(cudaError_t error) {
 absl::Status cuda_status(cudaError_t error, const char* operation) {
   if (error == cudaSuccess) return absl::OkStatus();
   (void)cudaGetLastError();  // what is not sticky must not be reported a second time by an unrelated call
-  const std::string message =
-      absl::StrCat(operation, ": ", cudaGetErrorName(error), " (", cudaGetErrorString(error), ")");
+  const std::string message = absl::StrCat(operation, ": ", cudaGetErrorName(error), " (", cudaGetErrorString(error), ")");
   if (error == cudaErrorInsufficientDriver || error == cudaErrorNoDevice) {
     return absl::UnavailableError(absl::StrCat(message, "; there is no usable GPU here: use the CPU twins"));
   }
@@ -86,13 +83,11 @@ absl::StatusOr<DeviceFacts> current_device_facts() {
     int* answer;
   };
   // One attribute at a time: cudaGetDeviceProperties takes milliseconds and may stop other streams.
-  for (const Question& question : {Question{cudaDevAttrComputeCapabilityMajor, &facts.major},
-                                   Question{cudaDevAttrComputeCapabilityMinor, &facts.minor},
-                                   Question{cudaDevAttrMultiProcessorCount, &facts.multiprocessors},
-                                   Question{cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared},
-                                   Question{cudaDevAttrL2CacheSize, &l2}}) {
-    if (const cudaError_t error = cudaDeviceGetAttribute(question.answer, question.attribute, device);
-        error != cudaSuccess) {
+  for (const Question& question :
+       {Question{cudaDevAttrComputeCapabilityMajor, &facts.major}, Question{cudaDevAttrComputeCapabilityMinor, &facts.minor},
+        Question{cudaDevAttrMultiProcessorCount, &facts.multiprocessors}, Question{cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared},
+        Question{cudaDevAttrL2CacheSize, &l2}}) {
+    if (const cudaError_t error = cudaDeviceGetAttribute(question.answer, question.attribute, device); error != cudaSuccess) {
       return cuda_status(error, "current_device_facts");
     }
   }

@@ -17,8 +17,8 @@ namespace needle {
 struct LaunchShape {
   dim3 grid{1, 1, 1};
   dim3 block{1, 1, 1};
-  unsigned cluster_x = 1;        // blocks a cluster; > 8 needs the non-portable size, which is asked for then
-  size_t shared_bytes = 0;       // dynamic
+  unsigned cluster_x = 1;   // blocks a cluster; > 8 needs the non-portable size, which is asked for then
+  size_t shared_bytes = 0;  // dynamic
   bool overlap_previous = true;
 };
 
@@ -29,14 +29,13 @@ template <class... Parameters, class... Arguments>
 absl::Status launch(const char* operation, void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
                     Arguments&&... arguments) {
   if (shape.shared_bytes > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
+    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    static_cast<int>(shape.shared_bytes));
     if (error != cudaSuccess) return cuda_status(error, operation);
   }
   if (shape.cluster_x > 8) {
-    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                   cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    const cudaError_t error =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return cuda_status(error, operation);
   }
   cudaLaunchAttribute attributes[2];

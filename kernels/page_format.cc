@@ -48,9 +48,7 @@ std::string choices(const char* const (&names)[kCount]) {
   return text;
 }
 
-bool is_state(ComponentKind kind) {
-  return kind == ComponentKind::kIndexKState || kind == ComponentKind::kMainKvState;
-}
+bool is_state(ComponentKind kind) { return kind == ComponentKind::kIndexKState || kind == ComponentKind::kMainKvState; }
 
 absl::Status impossible(absl::string_view where, absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("page format: ", where, ": ", what));
@@ -66,8 +64,8 @@ absl::Status check_component(const PageFormat& format, const Component& componen
   }
   const bool state_pool = format.pool == PoolKind::kState;
   if (is_state(component.kind) != state_pool) {
-    return impossible(where, state_pool ? "a state pool holds only *_state components"
-                                        : "compressor state belongs in a pool of kind state");
+    return impossible(where,
+                      state_pool ? "a state pool holds only *_state components" : "compressor state belongs in a pool of kind state");
   }
   if ((component.kind == ComponentKind::kWindowKv) != (format.pool == PoolKind::kWindow)) {
     return impossible(where, "window_kv and pools of kind window belong together and to nothing else");
@@ -83,8 +81,7 @@ absl::Status check_component(const PageFormat& format, const Component& componen
       return impossible(where, "state form is raw for ratio 4, raw or running for ratio 128");
     }
     if (component.speculative_rows < 0 || component.speculative_rows > kSpeculativeRowsMax) {
-      return impossible(where, absl::StrCat("speculative_rows is ", component.speculative_rows, ", must be 0..",
-                                            kSpeculativeRowsMax));
+      return impossible(where, absl::StrCat("speculative_rows is ", component.speculative_rows, ", must be 0..", kSpeculativeRowsMax));
     }
     if (component.head_dim != 128 && component.head_dim != 512) {
       return impossible(where, absl::StrCat("head_dim is ", component.head_dim, ", must be 128 or 512"));
@@ -98,8 +95,7 @@ absl::Status check_component(const PageFormat& format, const Component& componen
     return impossible(where, "state form and speculative_rows belong to state components");
   }
   if (format.tokens_per_page % component.ratio != 0) {
-    return impossible(where, absl::StrCat("ratio ", component.ratio, " does not divide tokens_per_page ",
-                                          format.tokens_per_page));
+    return impossible(where, absl::StrCat("ratio ", component.ratio, " does not divide tokens_per_page ", format.tokens_per_page));
   }
   const int slots = format.tokens_per_page / component.ratio;
   if (slots > kSlotsPerPageMax) {
@@ -114,8 +110,8 @@ absl::Status check_component(const PageFormat& format, const Component& componen
     }
     const bool yarn = table.yarn_factor != 0;
     if (yarn && !(table.yarn_factor >= 1 && table.yarn_factor <= 1024 && table.yarn_original_positions >= 1 &&
-                  table.yarn_original_positions <= 1e9 && table.yarn_beta_slow > 0 &&
-                  table.yarn_beta_fast > table.yarn_beta_slow && table.yarn_beta_fast <= 1e6)) {
+                  table.yarn_original_positions <= 1e9 && table.yarn_beta_slow > 0 && table.yarn_beta_fast > table.yarn_beta_slow &&
+                  table.yarn_beta_fast <= 1e6)) {
       return impossible(where, "yarn wants factor 1..1024, original positions 1..1e9 and 0 < beta_slow < beta_fast <= 1e6");
     }
     RopeParameters plain;
@@ -210,8 +206,7 @@ absl::Status check_format(const PageFormat& format) {
       return impossible("tokens_per_page", absl::StrCat("is ", format.tokens_per_page, ", a state pool has 0"));
     }
   } else if (format.tokens_per_page < 1 || format.tokens_per_page > kTokensPerPageMax) {
-    return impossible("tokens_per_page",
-                      absl::StrCat("is ", format.tokens_per_page, ", must be 1..", kTokensPerPageMax));
+    return impossible("tokens_per_page", absl::StrCat("is ", format.tokens_per_page, ", must be 1..", kTokensPerPageMax));
   }
   for (size_t position = 0; position < format.components.size(); ++position) {
     if (absl::Status status = check_component(format, format.components[position], position); !status.ok()) {
@@ -230,8 +225,7 @@ absl::StatusOr<PageLayout> PageLayout::of(const PageFormat& format, int64_t page
     place.layers = component.layers;
     if (format.pool == PoolKind::kState) {
       place.slots = 1;
-      place.layer_bytes =
-          state_record_bytes(component.state_form, component.ratio, component.head_dim, component.speculative_rows);
+      place.layer_bytes = state_record_bytes(component.state_form, component.ratio, component.head_dim, component.speculative_rows);
     } else {
       place.slots = format.tokens_per_page / component.ratio;
       place.layer_bytes = layer_page_bytes(component.element, component.head_dim, place.slots);
@@ -244,8 +238,7 @@ absl::StatusOr<PageLayout> PageLayout::of(const PageFormat& format, int64_t page
   layout.content_bytes_ = offset;
   layout.stride_bytes_ = round_up(offset, stride_multiple(format));
   if (layout.stride_bytes_ > kPageBytesMax) {
-    return impossible("page", absl::StrCat(layout.stride_bytes_, " bytes a page, at most ", kPageBytesMax,
-                                           "; use fewer tokens_per_page"));
+    return impossible("page", absl::StrCat(layout.stride_bytes_, " bytes a page, at most ", kPageBytesMax, "; use fewer tokens_per_page"));
   }
   if (format.order == PageOrder::kPageMajor) {
     for (size_t index = 0; index < layout.places_.size(); ++index) {
@@ -282,20 +275,16 @@ int64_t PageLayout::layer_offset(int component, int layer) const {
 int64_t PageLayout::page_stride(int component) const { return places_[static_cast<size_t>(component)].page_stride; }
 
 std::string format_text(const PageFormat& format) {
-  std::string text = absl::StrCat("needle-page-format ", kPageFormatVersion, "\nname ", format.name, "\npool ",
-                                  name_of(format.pool), "\norder ", name_of(format.order), "\ntokens_per_page ",
-                                  format.tokens_per_page, "\n");
+  std::string text = absl::StrCat("needle-page-format ", kPageFormatVersion, "\nname ", format.name, "\npool ", name_of(format.pool),
+                                  "\norder ", name_of(format.order), "\ntokens_per_page ", format.tokens_per_page, "\n");
   for (const Component& component : format.components) {
-    absl::StrAppend(&text, "component ", name_of(component.kind), " layers=", component.layers,
-                    " ratio=", component.ratio, " element=", name_of(component.element),
-                    " scale=", name_of(component.scale), " head_dim=", component.head_dim,
+    absl::StrAppend(&text, "component ", name_of(component.kind), " layers=", component.layers, " ratio=", component.ratio,
+                    " element=", name_of(component.element), " scale=", name_of(component.scale), " head_dim=", component.head_dim,
                     " rope=", name_of(component.rope), " theta=", number_text(component.rope_table.theta),
-                    " yarn=", number_text(component.rope_table.yarn_factor), ":",
-                    number_text(component.rope_table.yarn_original_positions), ":",
-                    number_text(component.rope_table.yarn_beta_fast), ":",
-                    number_text(component.rope_table.yarn_beta_slow),
-                    " rotation=", component.hadamard ? "hadamard" : "none",
-                    " state=", name_of(component.state_form), " speculative_rows=", component.speculative_rows, "\n");
+                    " yarn=", number_text(component.rope_table.yarn_factor), ":", number_text(component.rope_table.yarn_original_positions),
+                    ":", number_text(component.rope_table.yarn_beta_fast), ":", number_text(component.rope_table.yarn_beta_slow),
+                    " rotation=", component.hadamard ? "hadamard" : "none", " state=", name_of(component.state_form),
+                    " speculative_rows=", component.speculative_rows, "\n");
   }
   return text;
 }
@@ -369,8 +358,7 @@ constexpr size_t kFormatTextMax = 16384;  // sixteen components of at most about
 
 absl::StatusOr<PageFormat> parse_format(absl::string_view text) {
   if (text.size() > kFormatTextMax) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("page format text has ", text.size(), " bytes, at most ", kFormatTextMax));
+    return absl::InvalidArgumentError(absl::StrCat("page format text has ", text.size(), " bytes, at most ", kFormatTextMax));
   }
   if (text.empty() || text.back() != '\n') {
     return absl::InvalidArgumentError("page format text must end with a line feed: it may have been cut");
@@ -385,14 +373,13 @@ absl::StatusOr<PageFormat> parse_format(absl::string_view text) {
     constexpr absl::string_view kHeads[] = {"needle-page-format", "name", "pool", "order", "tokens_per_page"};
     const absl::string_view expected = line <= 5 ? kHeads[line - 1] : absl::string_view("component");
     if (head != expected) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("page format text, line ", line, ": expected '", expected, "', found '", head, "'"));
+      return absl::InvalidArgumentError(absl::StrCat("page format text, line ", line, ": expected '", expected, "', found '", head, "'"));
     }
     if (line == 1) {
       const int version = reader.to_integer("version", reader.word("version"));
       if (version != kPageFormatVersion) {
-        return absl::InvalidArgumentError(absl::StrCat("page format text, line 1: version ", version,
-                                                       " is not spoken here, only ", kPageFormatVersion));
+        return absl::InvalidArgumentError(
+            absl::StrCat("page format text, line 1: version ", version, " is not spoken here, only ", kPageFormatVersion));
       }
     } else if (line == 2) {
       const absl::string_view name = reader.word("name");
@@ -405,8 +392,7 @@ absl::StatusOr<PageFormat> parse_format(absl::string_view text) {
       format.tokens_per_page = reader.to_integer("tokens_per_page", reader.word("tokens_per_page"));
     } else {
       if (format.components.size() == static_cast<size_t>(kComponentsMax)) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("page format text, line ", line, ": more than ", kComponentsMax, " components"));
+        return absl::InvalidArgumentError(absl::StrCat("page format text, line ", line, ": more than ", kComponentsMax, " components"));
       }
       Component component;
       component.kind = reader.choice<ComponentKind>("component", kComponentNames, reader.word("component kind"));
@@ -419,9 +405,8 @@ absl::StatusOr<PageFormat> parse_format(absl::string_view text) {
       component.rope_table.theta = reader.to_double("theta", reader.field("theta"));
       const std::vector<absl::string_view> yarn = absl::StrSplit(reader.field("yarn"), ':');
       if (yarn.size() != 4) {
-        return absl::InvalidArgumentError(absl::StrCat("page format text, line ", line,
-                                                       ": yarn is factor:original:beta_fast:beta_slow, found ",
-                                                       yarn.size(), " parts"));
+        return absl::InvalidArgumentError(
+            absl::StrCat("page format text, line ", line, ": yarn is factor:original:beta_fast:beta_slow, found ", yarn.size(), " parts"));
       }
       component.rope_table.yarn_factor = reader.to_double("yarn factor", yarn[0]);
       component.rope_table.yarn_original_positions = reader.to_double("yarn original positions", yarn[1]);
@@ -460,8 +445,8 @@ absl::Status check_same_format(const PageFormat& ours, const PageFormat& theirs)
   const std::string their_line = line < their_lines.size() ? their_lines[line] : "(end)";
   return absl::FailedPreconditionError(
       absl::StrCat("page formats differ at line ", line + 1, ": ours '", our_line, "', theirs '", their_line,
-                   "'. Bytes of one are not bytes of the other: start both sides with the same format.\n--- ours\n",
-                   our_text, "--- theirs\n", their_text));
+                   "'. Bytes of one are not bytes of the other: start both sides with the same format.\n--- ours\n", our_text,
+                   "--- theirs\n", their_text));
 }
 
 namespace {
@@ -495,8 +480,7 @@ Component index_k_component(int layers, int ratio, RopeStyle rope, const RopePar
   return component;
 }
 
-Component kv_component(ComponentKind kind, int layers, int ratio, ElementFormat element, int head_dim,
-                       const RopeParameters& table) {
+Component kv_component(ComponentKind kind, int layers, int ratio, ElementFormat element, int head_dim, const RopeParameters& table) {
   ScaleKind scale = ScaleKind::kNone;
   if (element == ElementFormat::kFp8DsMla) scale = ScaleKind::kPowerOfTwo;
   if (element == ElementFormat::kFp8V32) scale = ScaleKind::kAmax;
@@ -528,32 +512,28 @@ ModelFormats v4_formats(absl::string_view model, V4Layers layers, const PresetOp
   const std::string name(model.data(), model.size());
   ModelFormats formats;
   formats.paged = {name, PoolKind::kPaged, options.order, 256, {}};
-  formats.paged.components.push_back(
-      index_k_component(layers.ratio4, 4, RopeStyle::kInterleavedLast64, kCompressedRope, true, options));
-  formats.paged.components.push_back(
-      kv_component(ComponentKind::kMainKv, layers.ratio4, 4, options.main_kv, 512, kCompressedRope));
-  formats.paged.components.push_back(
-      kv_component(ComponentKind::kMainKv, layers.ratio128, 128, options.main_kv, 512, kCompressedRope));
+  formats.paged.components.push_back(index_k_component(layers.ratio4, 4, RopeStyle::kInterleavedLast64, kCompressedRope, true, options));
+  formats.paged.components.push_back(kv_component(ComponentKind::kMainKv, layers.ratio4, 4, options.main_kv, 512, kCompressedRope));
+  formats.paged.components.push_back(kv_component(ComponentKind::kMainKv, layers.ratio128, 128, options.main_kv, 512, kCompressedRope));
   // Every layer has the sliding window; those that compress share the compressed layers' RoPE table.
   formats.window = {name, PoolKind::kWindow, options.order, options.window_tokens_per_page, {}};
-  formats.window.components.push_back(kv_component(ComponentKind::kWindowKv, layers.ratio4 + layers.ratio128, 1,
-                                                   options.main_kv, 512, kCompressedRope));
+  formats.window.components.push_back(
+      kv_component(ComponentKind::kWindowKv, layers.ratio4 + layers.ratio128, 1, options.main_kv, 512, kCompressedRope));
   if (layers.ratio0 > 0) {
-    formats.window.components.push_back(
-        kv_component(ComponentKind::kWindowKv, layers.ratio0, 1, options.main_kv, 512, kWindowRope));
+    formats.window.components.push_back(kv_component(ComponentKind::kWindowKv, layers.ratio0, 1, options.main_kv, 512, kWindowRope));
   }
   formats.state = {name, PoolKind::kState, options.order, 0, {}};
-  formats.state.components.push_back(state_component(ComponentKind::kIndexKState, layers.ratio4, 4, 128,
-                                                     StateForm::kRaw, options.speculative_rows));
-  formats.state.components.push_back(state_component(ComponentKind::kMainKvState, layers.ratio4, 4, 512,
-                                                     StateForm::kRaw, options.speculative_rows));
-  formats.state.components.push_back(state_component(ComponentKind::kMainKvState, layers.ratio128, 128, 512,
-                                                     options.ratio128_state, options.speculative_rows));
+  formats.state.components.push_back(
+      state_component(ComponentKind::kIndexKState, layers.ratio4, 4, 128, StateForm::kRaw, options.speculative_rows));
+  formats.state.components.push_back(
+      state_component(ComponentKind::kMainKvState, layers.ratio4, 4, 512, StateForm::kRaw, options.speculative_rows));
+  formats.state.components.push_back(
+      state_component(ComponentKind::kMainKvState, layers.ratio128, 128, 512, options.ratio128_state, options.speculative_rows));
   return formats;
 }
 
-ModelFormats v32_formats(absl::string_view model, int layers, RopeStyle index_rope, bool hadamard,
-                         const RopeParameters& table, const PresetOptions& options) {
+ModelFormats v32_formats(absl::string_view model, int layers, RopeStyle index_rope, bool hadamard, const RopeParameters& table,
+                         const PresetOptions& options) {
   const ElementFormat main_kv = options.main_kv == ElementFormat::kFp8DsMla ? ElementFormat::kFp8V32 : options.main_kv;
   ModelFormats formats;
   formats.paged = {std::string(model.data(), model.size()), PoolKind::kPaged, options.order, 64, {}};
@@ -564,9 +544,7 @@ ModelFormats v32_formats(absl::string_view model, int layers, RopeStyle index_ro
 
 }  // namespace
 
-std::vector<std::string> preset_names() {
-  return {"deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v3.2", "glm-5", "raw"};
-}
+std::vector<std::string> preset_names() { return {"deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v3.2", "glm-5", "raw"}; }
 
 absl::StatusOr<ModelFormats> preset_formats(absl::string_view model, const PresetOptions& options) {
   ModelFormats formats;

@@ -77,8 +77,8 @@ enum class StateForm : uint8_t {
   kRunning = 2,  // running maximum | sum | weighted sum, 3 x head_dim fp32 (ratio 128)
 };
 
-inline constexpr int kRopeDims = 64;             // rotary width everywhere in this family
-inline constexpr int kSpeculativeRowsMax = 8;    // tokens a sequence may hold unaccepted
+inline constexpr int kRopeDims = 64;           // rotary width everywhere in this family
+inline constexpr int kSpeculativeRowsMax = 8;  // tokens a sequence may hold unaccepted
 inline constexpr int kComponentsMax = 16;
 inline constexpr int kLayersMax = 512;
 inline constexpr int kSlotsPerPageMax = 4096;
@@ -192,9 +192,7 @@ inline constexpr int64_t kPageAlignment = 256;
 inline constexpr int64_t kStateHeaderBytes = 64;
 
 // Rows a ratio-4 ring or a raw ratio-128 ring holds: twice the group where halves overlap, plus the unaccepted ones.
-constexpr int64_t state_ring_rows(int64_t ratio, int64_t speculative_rows) {
-  return (ratio == 4 ? 2 * ratio : ratio) + speculative_rows;
-}
+constexpr int64_t state_ring_rows(int64_t ratio, int64_t speculative_rows) { return (ratio == 4 ? 2 * ratio : ratio) + speculative_rows; }
 // fp32 numbers of one raw row: kv and score, two halves each where groups overlap (ratio 4).
 constexpr int64_t state_row_floats(int64_t ratio, int64_t head_dim) { return (ratio == 4 ? 4 : 2) * head_dim; }
 
@@ -270,7 +268,7 @@ struct ModelFormats {
 
 struct PresetOptions {
   ElementFormat index_k = ElementFormat::kBf16;
-  ScaleKind index_k_scale = ScaleKind::kNone;  // kNone picks the format's usual one: fp8 kAmax, fp4 kPowerOfTwo
+  ScaleKind index_k_scale = ScaleKind::kNone;        // kNone picks the format's usual one: fp8 kAmax, fp4 kPowerOfTwo
   ElementFormat main_kv = ElementFormat::kFp8DsMla;  // kBf16 selectable; V3.2 and GLM-5 take kFp8V32 or kBf16
   int window_tokens_per_page = 64;                   // 64, or 256 as SGLang has it
   StateForm ratio128_state = StateForm::kRunning;    // kRaw as SGLang has it by default

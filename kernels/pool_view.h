@@ -39,9 +39,7 @@ struct MutableLayerView {
   ElementFormat element = ElementFormat::kBf16;
   ScaleKind scale = ScaleKind::kNone;
 
-  NEEDLE_HD operator LayerView() const {
-    return {base, page_stride, page_count, slots_per_page, head_dim, element, scale};
-  }
+  NEEDLE_HD operator LayerView() const { return {base, page_stride, page_count, slots_per_page, head_dim, element, scale}; }
 };
 
 // Page tables of a batch. Row r, local entry e lies in page pages[r x row_stride + e / slots_per_page],
@@ -51,7 +49,7 @@ struct PageTableView {
   const int32_t* entry_base = nullptr;  // [rows] first entry's global position; null means 0 everywhere
   int64_t row_stride = 0;               // page ids between rows
   int32_t rows = 0;
-  int32_t pages_per_row = 0;            // ids that may be read in a row, <= row_stride
+  int32_t pages_per_row = 0;  // ids that may be read in a row, <= row_stride
 };
 
 enum class RowElement : uint8_t { kBf16 = 0, kFp32 = 1 };
@@ -65,14 +63,14 @@ struct RowsView {
 
 // Bits of OpReport::status. A set bit says that something was left out of the answer; the counts say how often.
 enum OpStatusBit : uint32_t {
-  kStatusAbsentPage = 1u << 0,       // a page id inside the visible length named no page
-  kStatusBadSlot = 1u << 1,          // a slot outside the pool (not kNoSlot): that row was not stored
-  kStatusNanScore = 1u << 2,         // a score was NaN
-  kStatusStateMismatch = 1u << 3,    // a store's first position was not the state record's next: nothing written
-  kStatusMixedVariants = 1u << 4,    // shards of a merge were scored by different kernel variants
-  kStatusStale = 1u << 5,            // the rights to these pages were revoked while the kernel ran
-  kStatusBadPageTable = 1u << 6,     // a visible length past the page table's row: cut to the row
-  kStatusBadPosition = 1u << 7,      // a position outside the RoPE table or the sequence: that row was skipped
+  kStatusAbsentPage = 1u << 0,     // a page id inside the visible length named no page
+  kStatusBadSlot = 1u << 1,        // a slot outside the pool (not kNoSlot): that row was not stored
+  kStatusNanScore = 1u << 2,       // a score was NaN
+  kStatusStateMismatch = 1u << 3,  // a store's first position was not the state record's next: nothing written
+  kStatusMixedVariants = 1u << 4,  // shards of a merge were scored by different kernel variants
+  kStatusStale = 1u << 5,          // the rights to these pages were revoked while the kernel ran
+  kStatusBadPageTable = 1u << 6,   // a visible length past the page table's row: cut to the row
+  kStatusBadPosition = 1u << 7,    // a position outside the RoPE table or the sequence: that row was skipped
 };
 
 // What an operation had to leave out. Zeroed by the caller; kernels add atomically, so one report may serve a batch.

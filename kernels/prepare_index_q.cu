@@ -13,8 +13,7 @@ constexpr int kThreads = 256;
 constexpr int kHeadsABlock = kThreads / RowOfLanes<128>::kLanes;
 
 __global__ void __launch_bounds__(kThreads)
-    prepare_index_q_kernel(const __grid_constant__ PrepareIndexQArgs args, const __grid_constant__ EntryChain chain,
-                           float weight_factor) {
+    prepare_index_q_kernel(const __grid_constant__ PrepareIndexQArgs args, const __grid_constant__ EntryChain chain, float weight_factor) {
   using Row = RowOfLanes<128>;
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -52,9 +51,8 @@ __global__ void __launch_bounds__(kThreads)
   if (!there || Row::lane() != 0) return;
   if (args.element == QueryElement::kFp8) scale = __uint_as_float(unfolded[threadIdx.x / Row::kLanes]);
   const int64_t at = token * args.raw_weights.row_stride + head;
-  const float raw = args.raw_weights.element == RowElement::kFp32
-                        ? static_cast<const float*>(args.raw_weights.data)[at]
-                        : float_of_bf16(static_cast<const uint16_t*>(args.raw_weights.data)[at]);
+  const float raw = args.raw_weights.element == RowElement::kFp32 ? static_cast<const float*>(args.raw_weights.data)[at]
+                                                                  : float_of_bf16(static_cast<const uint16_t*>(args.raw_weights.data)[at]);
   float weight = raw * weight_factor;
   if (args.element == QueryElement::kFp8) weight *= scale;
   args.out_weights[index] = bad_position ? __uint_as_float(0x7FC00000u) : weight;
@@ -72,8 +70,8 @@ absl::Status prepare_index_q_cuda(const PrepareIndexQArgs& args, void* stream) {
   LaunchShape shape;
   shape.block = dim3(kThreads);
   shape.grid = dim3(static_cast<unsigned>(div_ceil(args.tokens * args.heads, kHeadsABlock)));
-  return launch("prepare_index_q", prepare_index_q_kernel, shape, static_cast<cudaStream_t>(stream), args,
-                query_chain(args), index_weight_factor(args.heads));
+  return launch("prepare_index_q", prepare_index_q_kernel, shape, static_cast<cudaStream_t>(stream), args, query_chain(args),
+                index_weight_factor(args.heads));
 }
 
 }  // namespace needle

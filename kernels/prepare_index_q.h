@@ -34,8 +34,8 @@ struct PrepareIndexQArgs {
   RopeTableView rope;   // component.rope_table's; not read where component.rope is kNone
   RoundingMode rounding = RoundingMode::kOnce;
 
-  RowsView q;            // [tokens, heads x 128]
-  RowsView raw_weights;  // [tokens, heads]
+  RowsView q;                          // [tokens, heads x 128]
+  RowsView raw_weights;                // [tokens, heads]
   const int64_t* positions = nullptr;  // [tokens]; null where component.rope is kNone
   int64_t tokens = 0;
   int32_t heads = 0;  // 1..128

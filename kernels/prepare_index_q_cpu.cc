@@ -24,8 +24,7 @@ absl::Status prepare_index_q_cpu(const PrepareIndexQArgs& args, CpuIsa isa, Work
       const int64_t at = token * args.heads + head;
       std::array<std::byte, 4> scale = {};
       kernels.quantise(chain, x.data(), query_data(args, at), scale.data());
-      float weight = raw_value(args.raw_weights.data, args.raw_weights.element,
-                               token * args.raw_weights.row_stride + head) * factor;
+      float weight = raw_value(args.raw_weights.data, args.raw_weights.element, token * args.raw_weights.row_stride + head) * factor;
       if (args.element == QueryElement::kFp8) {
         float of_head;
         std::memcpy(&of_head, scale.data(), sizeof(of_head));

@@ -10,15 +10,11 @@
 namespace needle {
 namespace {
 
-absl::Status refuse(absl::string_view what) {
-  return absl::InvalidArgumentError(absl::StrCat("prepare_index_q: ", what));
-}
+absl::Status refuse(absl::string_view what) { return absl::InvalidArgumentError(absl::StrCat("prepare_index_q: ", what)); }
 
 }  // namespace
 
-float index_weight_factor(int32_t heads) {
-  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(kIndexHeadDim) * heads));
-}
+float index_weight_factor(int32_t heads) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(kIndexHeadDim) * heads)); }
 
 EntryChain query_chain(const PrepareIndexQArgs& args) {
   EntryChain chain;
@@ -50,8 +46,8 @@ absl::Status admit_prepare_index_q(const PrepareIndexQArgs& args) {
 absl::Status check_prepare_index_q(const PrepareIndexQArgs& args) {
   if (args.report == nullptr) return refuse("the report is null");
   if (args.component.kind != ComponentKind::kIndexK || args.component.head_dim != kIndexHeadDim) {
-    return refuse(absl::StrCat("the component is ", name_of(args.component.kind), " with head_dim ",
-                               args.component.head_dim, ", must be index_k with 128"));
+    return refuse(absl::StrCat("the component is ", name_of(args.component.kind), " with head_dim ", args.component.head_dim,
+                               ", must be index_k with 128"));
   }
   if (args.heads < 1 || args.heads > kIndexHeadsMax) {
     return refuse(absl::StrCat("heads is ", args.heads, ", must be 1..", kIndexHeadsMax));
@@ -61,8 +57,7 @@ absl::Status check_prepare_index_q(const PrepareIndexQArgs& args) {
   switch (args.element) {
     case QueryElement::kBf16: scale_fits = args.scale == ScaleKind::kNone; break;
     case QueryElement::kFp8:
-      scale_fits = args.rounding == RoundingMode::kVllm ? args.scale == ScaleKind::kPowerOfTwo
-                                                        : args.scale != ScaleKind::kNone;
+      scale_fits = args.rounding == RoundingMode::kVllm ? args.scale == ScaleKind::kPowerOfTwo : args.scale != ScaleKind::kNone;
       break;
     case QueryElement::kFp4: scale_fits = args.scale == ScaleKind::kPowerOfTwo; break;
   }
@@ -70,18 +65,17 @@ absl::Status check_prepare_index_q(const PrepareIndexQArgs& args) {
     return refuse(absl::StrCat("query element ", static_cast<int>(args.element), " with scale ", name_of(args.scale),
                                "; bf16 has none, fp4 power_of_two, fp8 any (rounding mode vllm: power_of_two)"));
   }
-  if (args.rounding != RoundingMode::kOnce && args.rounding != RoundingMode::kRefV4 &&
-      args.rounding != RoundingMode::kVllm) {
+  if (args.rounding != RoundingMode::kOnce && args.rounding != RoundingMode::kRefV4 && args.rounding != RoundingMode::kVllm) {
     return refuse(absl::StrCat("rounding mode ", static_cast<int>(args.rounding), " is none of 0..2"));
   }
   if (args.tokens == 0) return absl::OkStatus();
   if (args.q.data == nullptr || args.q.row_stride < int64_t{args.heads} * kIndexHeadDim) {
-    return refuse(absl::StrCat("q is ", args.q.data == nullptr ? "null" : "given", " with row stride ",
-                               args.q.row_stride, ", a row has ", int64_t{args.heads} * kIndexHeadDim));
+    return refuse(absl::StrCat("q is ", args.q.data == nullptr ? "null" : "given", " with row stride ", args.q.row_stride, ", a row has ",
+                               int64_t{args.heads} * kIndexHeadDim));
   }
   if (args.raw_weights.data == nullptr || args.raw_weights.row_stride < args.heads) {
-    return refuse(absl::StrCat("raw_weights is ", args.raw_weights.data == nullptr ? "null" : "given",
-                               " with row stride ", args.raw_weights.row_stride, ", a row has ", args.heads));
+    return refuse(absl::StrCat("raw_weights is ", args.raw_weights.data == nullptr ? "null" : "given", " with row stride ",
+                               args.raw_weights.row_stride, ", a row has ", args.heads));
   }
   if (args.out_q == nullptr || args.out_weights == nullptr) return refuse("an output is null");
   if (args.element == QueryElement::kFp4 && args.out_q_scale == nullptr) return refuse("out_q_scale is null for fp4");
@@ -106,8 +100,7 @@ absl::Status prepare_index_q_ref(const PrepareIndexQArgs& args) {
       const int64_t row = token * args.heads + head;
       std::array<std::byte, 4> scale = {};
       quantise_entry_ref(chain, x.data(), query_data(args, row), scale.data());
-      double weight = row_value_ref(args.raw_weights, token, head) /
-                      std::sqrt(static_cast<double>(kIndexHeadDim) * args.heads);
+      double weight = row_value_ref(args.raw_weights, token, head) / std::sqrt(static_cast<double>(kIndexHeadDim) * args.heads);
       if (args.element == QueryElement::kFp8) {
         float of_head;
         std::memcpy(&of_head, scale.data(), 4);

@@ -33,7 +33,7 @@ enum class RoundingMode : uint8_t {
 
 inline constexpr float kFp8Max = 448.0f;
 inline constexpr float kFp4Max = 6.0f;
-inline constexpr float kAmaxFloor = 1e-4f;           // of every stored scale
+inline constexpr float kAmaxFloor = 1e-4f;                // of every stored scale
 inline constexpr float kRefV4Fp4AmaxFloor = 0x1.8p-124f;  // 6 x 2^-126: of the fp4 rounding inside a bf16 container
 inline constexpr uint16_t kBf16Nan = 0x7FFF;
 inline constexpr uint8_t kE4m3Nan = 0x7F;
@@ -121,8 +121,8 @@ NEEDLE_HD_INLINE uint8_t e2m1_of(float value) {
 
 NEEDLE_HD_INLINE float float_of_e2m1(uint8_t code) {
   const uint32_t magnitude = code & 7u;
-  const float value = magnitude < 2u ? 0.5f * static_cast<float>(magnitude)
-                                     : float_of_bits((126u + (magnitude >> 1)) << 23 | (magnitude & 1u) << 22);
+  const float value =
+      magnitude < 2u ? 0.5f * static_cast<float>(magnitude) : float_of_bits((126u + (magnitude >> 1)) << 23 | (magnitude & 1u) << 22);
   return (code & 8u) != 0u ? -value : value;
 }
 

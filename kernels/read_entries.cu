@@ -26,8 +26,7 @@ __device__ __forceinline__ void copy_bf16(const std::byte* from, uint16_t (&out)
 __device__ __forceinline__ float fp32_at(const std::byte* at) { return *reinterpret_cast<const float*>(at); }
 
 // Values 8 x octet .. + 7 of an entry.
-__device__ __forceinline__ void decode_octet(const LayerView& layer, const EntryPlace& place, int octet,
-                                             uint16_t (&out)[8]) {
+__device__ __forceinline__ void decode_octet(const LayerView& layer, const EntryPlace& place, int octet, uint16_t (&out)[8]) {
   switch (layer.element) {
     case ElementFormat::kBf16: copy_bf16(place.data + 16 * octet, out); return;
     case ElementFormat::kFp8: decode_fp8(place.data + 8 * octet, fp32_at(place.scale), out); return;
@@ -117,10 +116,9 @@ absl::Status read_entries_cuda(const ReadEntriesArgs& args, void* stream) {
   const int64_t entries = static_cast<int64_t>(args.rows) * args.ids_per_row;
   if (entries == 0) return absl::OkStatus();
   const int64_t unit = args.form == ReadForm::kRaw ? 4 : 16;
-  const bool wide = reinterpret_cast<uintptr_t>(args.out) % unit == 0 && args.entry_stride % unit == 0 &&
-                    args.row_stride % unit == 0 &&
-                    (args.form == ReadForm::kBf16 || (reinterpret_cast<uintptr_t>(args.layer.base) % 4 == 0 &&
-                                                      args.layer.page_stride % 4 == 0));
+  const bool wide =
+      reinterpret_cast<uintptr_t>(args.out) % unit == 0 && args.entry_stride % unit == 0 && args.row_stride % unit == 0 &&
+      (args.form == ReadForm::kBf16 || (reinterpret_cast<uintptr_t>(args.layer.base) % 4 == 0 && args.layer.page_stride % 4 == 0));
   LaunchShape shape;
   shape.block = dim3(kThreads);
   shape.grid = dim3(static_cast<unsigned>(div_ceil(entries, kWarps)));

@@ -27,9 +27,7 @@ constexpr int64_t kRun = 32;
 
 using WidenFp8 = void (*)(const std::byte* codes, int64_t count, float scale, std::byte* out);
 
-void put(std::byte* out, int64_t index, uint16_t value) {
-  std::memcpy(out + 2 * index, &value, sizeof(value));
-}
+void put(std::byte* out, int64_t index, uint16_t value) { std::memcpy(out + 2 * index, &value, sizeof(value)); }
 
 void widen_fp8_portable(const std::byte* codes, int64_t count, float scale, std::byte* out) {
   for (int64_t i = 0; i < count; ++i) put(out, i, bf16_of(float_of_e4m3(static_cast<uint8_t>(codes[i])) * scale));
@@ -96,15 +94,9 @@ void widen_fp4(const std::byte* pairs, const std::byte* scales, int64_t count, s
 
 void widen_entry(const LayerView& layer, const EntryPlace& place, WidenFp8 widen_fp8, std::byte* out) {
   switch (layer.element) {
-    case ElementFormat::kBf16:
-      std::memcpy(out, place.data, static_cast<size_t>(layer.head_dim) * 2);
-      return;
-    case ElementFormat::kFp8:
-      widen_fp8(place.data, layer.head_dim, float_at(place.scale, 0), out);
-      return;
-    case ElementFormat::kFp4:
-      widen_fp4(place.data, place.scale, layer.head_dim, out);
-      return;
+    case ElementFormat::kBf16: std::memcpy(out, place.data, static_cast<size_t>(layer.head_dim) * 2); return;
+    case ElementFormat::kFp8: widen_fp8(place.data, layer.head_dim, float_at(place.scale, 0), out); return;
+    case ElementFormat::kFp4: widen_fp4(place.data, place.scale, layer.head_dim, out); return;
     case ElementFormat::kFp8DsMla:
       for (int64_t block = 0; block < 7; ++block) {
         const float scale = float_of_ue8m0(static_cast<uint8_t>(place.scale[block]));
@@ -118,8 +110,7 @@ void widen_entry(const LayerView& layer, const EntryPlace& place, WidenFp8 widen
       }
       std::memcpy(out + 512 * 2, place.data + 528, 128);
       return;
-    case ElementFormat::kFp32Rows:
-      return;  // refused by the check
+    case ElementFormat::kFp32Rows: return;  // refused by the check
   }
 }
 
@@ -129,8 +120,8 @@ absl::Status read_entries_cpu(const ReadEntriesArgs& args, CpuIsa isa, Workers& 
   absl::Status status = check_read_entries(args);
   if (!status.ok()) return status;
   if (!cpu_has(isa)) {
-    return absl::InvalidArgumentError(absl::StrCat("read_entries_cpu: this machine has no ", name_of(isa),
-                                                   "; pass best_cpu_isa() or one of cpu_isas_present()"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("read_entries_cpu: this machine has no ", name_of(isa), "; pass best_cpu_isa() or one of cpu_isas_present()"));
   }
   const LayerView& layer = args.layer;
   const int64_t entry_bytes = read_entry_bytes(layer.element, layer.head_dim, args.form);

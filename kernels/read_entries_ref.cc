@@ -18,9 +18,7 @@ absl::Status refuse_null(absl::string_view field, absl::string_view remedy) {
   return absl::InvalidArgumentError(absl::StrCat("read_entries: ", field, " is null; ", remedy));
 }
 
-uint8_t byte_at(const std::byte* bytes, int64_t index) {
-  return static_cast<uint8_t>(bytes[index]);
-}
+uint8_t byte_at(const std::byte* bytes, int64_t index) { return static_cast<uint8_t>(bytes[index]); }
 
 float float_at(const std::byte* bytes, int64_t index) {
   float value;
@@ -35,17 +33,13 @@ uint16_t bf16_at(const std::byte* bytes, int64_t index) {
 }
 
 // code x scale in double, once to fp32, once to bf16.
-uint16_t widened(float code, float scale) {
-  return bf16_of(static_cast<float>(static_cast<double>(code) * static_cast<double>(scale)));
-}
+uint16_t widened(float code, float scale) { return bf16_of(static_cast<float>(static_cast<double>(code) * static_cast<double>(scale))); }
 
 // The entry's values, one by one.
 uint16_t value_of(const LayerView& layer, const EntryPlace& place, int64_t i) {
   switch (layer.element) {
-    case ElementFormat::kBf16:
-      return bf16_at(place.data, i);
-    case ElementFormat::kFp8:
-      return widened(float_of_e4m3(byte_at(place.data, i)), float_at(place.scale, 0));
+    case ElementFormat::kBf16: return bf16_at(place.data, i);
+    case ElementFormat::kFp8: return widened(float_of_e4m3(byte_at(place.data, i)), float_at(place.scale, 0));
     case ElementFormat::kFp4: {
       const uint8_t pair = byte_at(place.data, i / 2);
       const uint8_t code = i % 2 == 0 ? (pair & 0xF) : (pair >> 4);
@@ -57,8 +51,7 @@ uint16_t value_of(const LayerView& layer, const EntryPlace& place, int64_t i) {
     case ElementFormat::kFp8V32:
       if (i >= 512) return bf16_at(place.data + 528, i - 512);
       return widened(float_of_e4m3(byte_at(place.data, i)), float_at(place.scale, i / 128));
-    case ElementFormat::kFp32Rows:
-      break;
+    case ElementFormat::kFp32Rows: break;
   }
   return 0;
 }
@@ -68,8 +61,8 @@ uint16_t value_of(const LayerView& layer, const EntryPlace& place, int64_t i) {
 absl::Status check_read_entries(const ReadEntriesArgs& args) {
   const LayerView& layer = args.layer;
   if (layer.element == ElementFormat::kFp32Rows || static_cast<int>(layer.element) >= kElementFormatCount) {
-    return absl::InvalidArgumentError(absl::StrCat("read_entries: element format ", static_cast<int>(layer.element),
-                                                   " holds no entries (state rows have no slots)"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("read_entries: element format ", static_cast<int>(layer.element), " holds no entries (state rows have no slots)"));
   }
   if (args.form != ReadForm::kBf16 && args.form != ReadForm::kRaw) {
     return refuse("form", static_cast<int64_t>(args.form), "0 (bf16) or 1 (raw)");
@@ -104,8 +97,7 @@ absl::Status check_read_entries(const ReadEntriesArgs& args) {
     return refuse("entry_stride and row_stride", args.entry_stride, "even for bf16");
   }
   if (args.row_stride < args.ids_per_row * args.entry_stride) {
-    return refuse("row_stride", args.row_stride,
-                  absl::StrCat(">= ids_per_row x entry_stride = ", args.ids_per_row * args.entry_stride));
+    return refuse("row_stride", args.row_stride, absl::StrCat(">= ids_per_row x entry_stride = ", args.ids_per_row * args.entry_stride));
   }
   if ((args.slots != nullptr) && (args.positions != nullptr)) {
     return absl::InvalidArgumentError("read_entries: slots and positions are both given; give one");
@@ -117,8 +109,7 @@ absl::Status check_read_entries(const ReadEntriesArgs& args) {
   if (args.positions != nullptr) {
     if (args.pages.rows < 0) return refuse("pages.rows", args.pages.rows, ">= 0");
     if (args.pages.pages_per_row < 0 || args.pages.pages_per_row > args.pages.row_stride) {
-      return refuse("pages.pages_per_row", args.pages.pages_per_row,
-                    absl::StrCat("0..row_stride = ", args.pages.row_stride));
+      return refuse("pages.pages_per_row", args.pages.pages_per_row, absl::StrCat("0..row_stride = ", args.pages.row_stride));
     }
     if (args.pages.pages == nullptr && args.pages.pages_per_row > 0) {
       return refuse_null("pages.pages", "positions need the page table");

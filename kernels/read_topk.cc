@@ -19,19 +19,14 @@ absl::Status refuse(absl::string_view field, int64_t value, absl::string_view li
 
 int64_t query_bytes(QueryElement element) {
   switch (element) {
-    case QueryElement::kBf16:
-      return 2 * kIndexHeadDim;
-    case QueryElement::kFp8:
-      return kIndexHeadDim;
-    case QueryElement::kFp4:
-      return kIndexHeadDim / 2;
+    case QueryElement::kBf16: return 2 * kIndexHeadDim;
+    case QueryElement::kFp8: return kIndexHeadDim;
+    case QueryElement::kFp4: return kIndexHeadDim / 2;
   }
   return 0;
 }
 
-int64_t row_element_bytes(RowElement element) {
-  return element == RowElement::kBf16 ? 2 : 4;
-}
+int64_t row_element_bytes(RowElement element) { return element == RowElement::kBf16 ? 2 : 4; }
 
 constexpr int64_t kQueryScaleBytes = kIndexHeadDim / 32;
 
@@ -41,9 +36,7 @@ int64_t entries_of(const ReadTopkArgs& args) {
 }
 
 // Query tokens that a chunk must hold whole numbers of, so that a chunk begins at a page-table row.
-int32_t queries_together(const ReadTopkArgs& args) {
-  return args.logits.query_row != nullptr ? 1 : args.logits.queries_per_row;
-}
+int32_t queries_together(const ReadTopkArgs& args) { return args.logits.query_row != nullptr ? 1 : args.logits.queries_per_row; }
 
 SelectTopkArgs select_shape(const ReadTopkArgs& args) {
   SelectTopkArgs select;
@@ -63,8 +56,7 @@ ReadTopkPlan plan_of(const ReadTopkArgs& args, int32_t queries, int width) {
   plan.q_offset = at;
   at += prepares ? round_up(vectors * query_bytes(args.prepare->element), kPartAlignment) : 0;
   plan.q_scale_offset = at;
-  at += prepares && args.prepare->element == QueryElement::kFp4 ? round_up(vectors * kQueryScaleBytes, kPartAlignment)
-                                                                : 0;
+  at += prepares && args.prepare->element == QueryElement::kFp4 ? round_up(vectors * kQueryScaleBytes, kPartAlignment) : 0;
   plan.weights_offset = at;
   at += prepares ? round_up(vectors * 4, kPartAlignment) : 0;
   plan.select_offset = at;
@@ -105,9 +97,8 @@ absl::StatusOr<ReadTopkPlan> plan_read_topk_cpu(const ReadTopkArgs& args, int wi
   const int32_t together = queries_together(args);
   const ReadTopkPlan least = plan_of(args, together, width);
   if (least.scratch_bytes > budget_bytes) {
-    return absl::InvalidArgumentError(absl::StrCat("read_topk: budget is ", budget_bytes,
-                                                   " bytes, must be >= ", least.scratch_bytes, " for ", together,
-                                                   " query tokens of ", least.entries, " entries (k ", args.k, ", ",
+    return absl::InvalidArgumentError(absl::StrCat("read_topk: budget is ", budget_bytes, " bytes, must be >= ", least.scratch_bytes,
+                                                   " for ", together, " query tokens of ", least.entries, " entries (k ", args.k, ", ",
                                                    width, " workers); raise it or lower entries_max"));
   }
   // Parts are rounded up, so the bytes of n groups are at most n times those of one: divide, then use what is left.
@@ -117,8 +108,7 @@ absl::StatusOr<ReadTopkPlan> plan_read_topk_cpu(const ReadTopkArgs& args, int wi
   return plan_of(args, static_cast<int32_t>(groups * together), width);
 }
 
-ReadTopkChunk read_topk_chunk(const ReadTopkArgs& args, const ReadTopkPlan& plan, int32_t begin, int32_t count,
-                              void* scratch) {
+ReadTopkChunk read_topk_chunk(const ReadTopkArgs& args, const ReadTopkPlan& plan, int32_t begin, int32_t count, void* scratch) {
   std::byte* parts = static_cast<std::byte*>(scratch);
   ReadTopkChunk chunk;
 
@@ -152,8 +142,7 @@ ReadTopkChunk read_topk_chunk(const ReadTopkArgs& args, const ReadTopkPlan& plan
     if (prepare.positions != nullptr) prepare.positions += begin;
     prepare.tokens = count;
     prepare.out_q = parts + plan.q_offset;
-    prepare.out_q_scale =
-        prepare.element == QueryElement::kFp4 ? reinterpret_cast<uint8_t*>(parts + plan.q_scale_offset) : nullptr;
+    prepare.out_q_scale = prepare.element == QueryElement::kFp4 ? reinterpret_cast<uint8_t*>(parts + plan.q_scale_offset) : nullptr;
     prepare.out_weights = reinterpret_cast<float*>(parts + plan.weights_offset);
     prepare.report = args.report;
     logits.q = prepare.out_q;
@@ -189,19 +178,17 @@ ReadTopkChunk read_topk_chunk(const ReadTopkArgs& args, const ReadTopkPlan& plan
   return chunk;
 }
 
-absl::Status read_topk_cpu(const ReadTopkArgs& args, const ReadTopkPlan& plan, CpuIsa isa, Workers& workers,
-                           void* scratch, int64_t scratch_bytes) {
+absl::Status read_topk_cpu(const ReadTopkArgs& args, const ReadTopkPlan& plan, CpuIsa isa, Workers& workers, void* scratch,
+                           int64_t scratch_bytes) {
   absl::Status status = check_read_topk(args);
   if (!status.ok()) return status;
-  if (plan.queries_a_chunk < 1 || plan.queries_a_chunk % queries_together(args) != 0 ||
-      plan.entries != entries_of(args)) {
+  if (plan.queries_a_chunk < 1 || plan.queries_a_chunk % queries_together(args) != 0 || plan.entries != entries_of(args)) {
     return absl::InvalidArgumentError("read_topk_cpu: the plan was made for other arguments; plan again");
   }
   const ReadTopkPlan needed = plan_of(args, plan.queries_a_chunk, workers.width());
   if (scratch == nullptr || scratch_bytes < needed.scratch_bytes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("read_topk_cpu: scratch_bytes is ", scratch == nullptr ? 0 : scratch_bytes,
-                     ", must be >= ", needed.scratch_bytes, " for this plan and worker width"));
+    return absl::InvalidArgumentError(absl::StrCat("read_topk_cpu: scratch_bytes is ", scratch == nullptr ? 0 : scratch_bytes,
+                                                   ", must be >= ", needed.scratch_bytes, " for this plan and worker width"));
   }
   if (reinterpret_cast<uintptr_t>(scratch) % kPartAlignment != 0) {
     return absl::InvalidArgumentError("read_topk_cpu: scratch must be 64-byte aligned");
@@ -221,8 +208,7 @@ absl::Status read_topk_cpu(const ReadTopkArgs& args, const ReadTopkPlan& plan, C
     }
     status = index_logits_cpu(chunk.logits, isa, workers);
     if (!status.ok()) return status;
-    status = select_topk_cpu(chunk.select, isa, workers, static_cast<std::byte*>(scratch) + needed.select_offset,
-                             needed.select_bytes);
+    status = select_topk_cpu(chunk.select, isa, workers, static_cast<std::byte*>(scratch) + needed.select_offset, needed.select_bytes);
     if (!status.ok()) return status;
     selected.nan_scores = 0;
     selected.absent_entries = 0;

@@ -69,17 +69,14 @@ struct ReadTopkPlan {
 absl::Status check_read_topk(const ReadTopkArgs& args);
 
 // `width` is that of the workers that will run it.
-absl::StatusOr<ReadTopkPlan> plan_read_topk_cpu(const ReadTopkArgs& args, int width,
-                                                int64_t budget_bytes = kReadTopkBudgetDefault);
+absl::StatusOr<ReadTopkPlan> plan_read_topk_cpu(const ReadTopkArgs& args, int width, int64_t budget_bytes = kReadTopkBudgetDefault);
 // scratch: plan.scratch_bytes, 64-byte aligned.
-absl::Status read_topk_cpu(const ReadTopkArgs& args, const ReadTopkPlan& plan, CpuIsa isa, Workers& workers,
-                           void* scratch, int64_t scratch_bytes);
+absl::Status read_topk_cpu(const ReadTopkArgs& args, const ReadTopkPlan& plan, CpuIsa isa, Workers& workers, void* scratch,
+                           int64_t scratch_bytes);
 
 // All pointers are device pointers but `prepare`; `stream` is a cudaStream_t. Graph-capturable.
-absl::StatusOr<ReadTopkPlan> plan_read_topk_cuda(const ReadTopkArgs& args,
-                                                 int64_t budget_bytes = kReadTopkBudgetDefault);
-absl::Status read_topk_cuda(const ReadTopkArgs& args, const ReadTopkPlan& plan, void* scratch, int64_t scratch_bytes,
-                            void* stream);
+absl::StatusOr<ReadTopkPlan> plan_read_topk_cuda(const ReadTopkArgs& args, int64_t budget_bytes = kReadTopkBudgetDefault);
+absl::Status read_topk_cuda(const ReadTopkArgs& args, const ReadTopkPlan& plan, void* scratch, int64_t scratch_bytes, void* stream);
 
 // ---------------------------------------------------------------------------------------------------------------
 // What every twin shares: the arguments of one chunk. Host code.
@@ -91,7 +88,6 @@ struct ReadTopkChunk {
 };
 
 // Query tokens [begin, begin + count) of the batch; begin is a multiple of plan.queries_a_chunk.
-ReadTopkChunk read_topk_chunk(const ReadTopkArgs& args, const ReadTopkPlan& plan, int32_t begin, int32_t count,
-                              void* scratch);
+ReadTopkChunk read_topk_chunk(const ReadTopkArgs& args, const ReadTopkPlan& plan, int32_t begin, int32_t count, void* scratch);
 
 }  // namespace needle

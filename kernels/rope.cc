@@ -13,8 +13,7 @@ constexpr double kPi = 3.14159265358979323846;
 // Where the ramp begins or ends: the dimension that turns `rotations` times over the original positions. The stacks
 // compute this in Python, so in double.
 double correction_dimension(const RopeParameters& parameters, double rotations) {
-  return kRopeDims * std::log(parameters.yarn_original_positions / (rotations * 2 * kPi)) /
-         (2 * std::log(parameters.theta));
+  return kRopeDims * std::log(parameters.yarn_original_positions / (rotations * 2 * kPi)) / (2 * std::log(parameters.theta));
 }
 
 }  // namespace
@@ -29,9 +28,9 @@ absl::Status rope_inverse_frequencies(const RopeParameters& parameters, float (&
   if (yarn) {
     if (!(parameters.yarn_original_positions >= 1 && parameters.yarn_beta_slow > 0 &&
           parameters.yarn_beta_fast > parameters.yarn_beta_slow)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "YaRN wants original positions >= 1 and 0 < beta_slow < beta_fast, not ", parameters.yarn_original_positions,
-          ", ", parameters.yarn_beta_slow, ", ", parameters.yarn_beta_fast));
+      return absl::InvalidArgumentError(absl::StrCat("YaRN wants original positions >= 1 and 0 < beta_slow < beta_fast, not ",
+                                                     parameters.yarn_original_positions, ", ", parameters.yarn_beta_slow, ", ",
+                                                     parameters.yarn_beta_fast));
     }
     low = std::max(std::floor(correction_dimension(parameters, parameters.yarn_beta_fast)), 0.0);
     high = std::min(std::ceil(correction_dimension(parameters, parameters.yarn_beta_slow)), kRopeDims - 1.0);
@@ -45,19 +44,17 @@ absl::Status rope_inverse_frequencies(const RopeParameters& parameters, float (&
       inverse_frequencies[i] = plain;
       continue;
     }
-    const float ramp = std::clamp((static_cast<float>(i) - static_cast<float>(low)) /
-                                      static_cast<float>(high - low), 0.0f, 1.0f);
+    const float ramp = std::clamp((static_cast<float>(i) - static_cast<float>(low)) / static_cast<float>(high - low), 0.0f, 1.0f);
     const float keep = 1.0f - ramp;
     inverse_frequencies[i] = plain / static_cast<float>(parameters.yarn_factor) * (1.0f - keep) + plain * keep;
   }
   return absl::OkStatus();
 }
 
-absl::Status build_rope_table(const float (&inverse_frequencies)[kRopePairs], int64_t first, int64_t count,
-                              float* table, Workers& workers) {
+absl::Status build_rope_table(const float (&inverse_frequencies)[kRopePairs], int64_t first, int64_t count, float* table,
+                              Workers& workers) {
   if (first < 0 || count < 0 || first > kRopePositionsMax - count) {
-    return absl::InvalidArgumentError(absl::StrCat("RoPE positions [", first, ", ", first, " + ", count,
-                                                   ") leave [0, ", kRopePositionsMax,
+    return absl::InvalidArgumentError(absl::StrCat("RoPE positions [", first, ", ", first, " + ", count, ") leave [0, ", kRopePositionsMax,
                                                    "), where fp32 counts positions exactly"));
   }
   if (table == nullptr && count > 0) return absl::InvalidArgumentError("RoPE table is null");

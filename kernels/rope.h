@@ -39,8 +39,7 @@ constexpr int64_t rope_table_bytes(int64_t positions) { return positions * kRope
 absl::Status rope_inverse_frequencies(const RopeParameters& parameters, float (&inverse_frequencies)[kRopePairs]);
 
 // Fills table[positions, 32, 2] for positions [first, first + count).
-absl::Status build_rope_table(const float (&inverse_frequencies)[kRopePairs], int64_t first, int64_t count,
-                              float* table, Workers& workers);
+absl::Status build_rope_table(const float (&inverse_frequencies)[kRopePairs], int64_t first, int64_t count, float* table, Workers& workers);
 
 // The pair of dimensions that pair i joins, in a row of `head_dim`.
 struct RopePair {

@@ -33,13 +33,13 @@ namespace cg = cooperative_groups;
 
 constexpr int kStagesMax = 32;
 constexpr int kClusterMax = 16;
-constexpr int kTileVectorsAThread = 2;    // a tile of scores is so many 16-byte vectors for each thread
+constexpr int kTileVectorsAThread = 2;  // a tile of scores is so many 16-byte vectors for each thread
 constexpr int kSampleGroupsMax = 128;
-constexpr int kSampleLoadsMax = 32;       // 16-byte loads a thread
-constexpr int kSampleBatch = 4;           // of them in flight together
-constexpr float kSampleSigmas = 4.5f;     // of the group count that may lie below the threshold: about 1 row in 1e5 reruns
-constexpr int kPartEntriesMin = 4096;     // a block of a cluster with less to read leaves its share to the others
-constexpr int kSampleThreads = 256;       // who draw the sample
+constexpr int kSampleLoadsMax = 32;    // 16-byte loads a thread
+constexpr int kSampleBatch = 4;        // of them in flight together
+constexpr float kSampleSigmas = 4.5f;  // of the group count that may lie below the threshold: about 1 row in 1e5 reruns
+constexpr int kPartEntriesMin = 4096;  // a block of a cluster with less to read leaves its share to the others
+constexpr int kSampleThreads = 256;    // who draw the sample
 
 // The sample: `groups` groups of neighbouring threads, each thread `loads` vectors of which it looks at `values` scores.
 // The threshold is the rank-th smallest of the groups' best keys. rank 0: no useful guess, take everything.
@@ -74,12 +74,8 @@ struct alignas(16) RowShared {
   uint32_t warp_counts[32];  // keys in each warp's segment
 };
 
-__device__ __forceinline__ RowShared& row_shared(int capacity) {
-  return *reinterpret_cast<RowShared*>(select_keys() + capacity);
-}
-__device__ __forceinline__ float4* ring_of(int capacity) {
-  return reinterpret_cast<float4*>(&row_shared(capacity) + 1);
-}
+__device__ __forceinline__ RowShared& row_shared(int capacity) { return *reinterpret_cast<RowShared*>(select_keys() + capacity); }
+__device__ __forceinline__ float4* ring_of(int capacity) { return reinterpret_cast<float4*>(&row_shared(capacity) + 1); }
 
 __device__ __forceinline__ void add_u64(uint64_t* to, uint64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(value));
@@ -129,13 +125,13 @@ __device__ __forceinline__ uint32_t scramble(uint32_t value) {
 // drift with position.
 struct SamplePlaces {
   uint32_t group;
-  uint32_t pair;        // of the group
-  uint32_t half;        // of the place's two vectors
-  int pairs_log2;       // of a group
+  uint32_t pair;   // of the group
+  uint32_t half;   // of the place's two vectors
+  int pairs_log2;  // of a group
   int groups_log2;
   int strata_log2;
-  uint32_t pairs;       // of vectors in the row
-  uint32_t width;       // of a stratum, in pairs
+  uint32_t pairs;  // of vectors in the row
+  uint32_t width;  // of a stratum, in pairs
 
   __device__ __forceinline__ uint32_t vector(uint32_t load) const {
     const uint32_t stratum = (((load << pairs_log2) + pair) << groups_log2) + group;
@@ -247,8 +243,7 @@ struct Oddities {
 };
 
 // Whether a lane's score is taken, and its key. A lane with `may` false takes nothing.
-__device__ __forceinline__ bool takes(bool may, float score, uint32_t position, uint64_t threshold, uint64_t* key,
-                                      Oddities* found) {
+__device__ __forceinline__ bool takes(bool may, float score, uint32_t position, uint64_t threshold, uint64_t* key, Oddities* found) {
   *key = rank_key_of(score, position);
   bool take = may && *key >= threshold;
   if (may && score != score) {
@@ -334,8 +329,8 @@ __device__ __forceinline__ uint32_t read_part(RowShared& shared, float4* ring, c
       const float bar = position > last_equal ? floor_after : floor;
       const bool below = scores.x < bar && scores.y < bar && scores.z < bar && scores.w < bar;
       if (__any_sync(0xFFFFFFFFu, left > 0 && !below)) {
-        uint32_t passing = (scores.x < bar ? 0u : 1u) | (scores.y < bar ? 0u : 2u) | (scores.z < bar ? 0u : 4u) |
-                           (scores.w < bar ? 0u : 8u);
+        uint32_t passing =
+            (scores.x < bar ? 0u : 1u) | (scores.y < bar ? 0u : 2u) | (scores.z < bar ? 0u : 4u) | (scores.w < bar ? 0u : 8u);
         if (left <= 0) passing = 0;
 #pragma unroll 1
         do {  // the few that pass are taken one a lane and turn
@@ -374,8 +369,8 @@ __device__ __forceinline__ uint32_t read_part(RowShared& shared, float4* ring, c
 // are taken whole, for those whose guess was too high, and for parts with more keys than a segment holds. The keys end up
 // as one run. Begins and ends at a block barrier.
 template <int kThreads>
-__device__ __noinline__ void read_part_slowly(const float* row, int begin, int end, int capacity, int k,
-                                              uint64_t threshold, bool count_oddities) {
+__device__ __noinline__ void read_part_slowly(const float* row, int begin, int end, int capacity, int k, uint64_t threshold,
+                                              bool count_oddities) {
   SelectShared& shared = select_shared();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -407,8 +402,8 @@ __device__ __noinline__ void read_part_slowly(const float* row, int begin, int e
 // ------------------------------------------------------------------------------------------------------ giving it out
 
 // Writes member `place` of a row.
-__device__ __forceinline__ void write_member(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row,
-                                             uint32_t place, uint32_t entry, float score, uint32_t* absent) {
+__device__ __forceinline__ void write_member(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t place,
+                                             uint32_t entry, float score, uint32_t* absent) {
   const int64_t out = row * args.out_stride + place;
   args.positions[out] = static_cast<int32_t>(visible.base + entry);
   if (args.out_scores != nullptr) args.out_scores[out] = score;
@@ -423,9 +418,8 @@ __device__ __forceinline__ void write_member(const SelectTopkArgs& args, const V
 // then each key finds its own place. `room` is shared memory that nobody uses any more. A block barrier lies behind the
 // call since bound was asked for.
 template <int kThreads>
-__device__ __forceinline__ uint32_t give_by_position(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row,
-                                                     uint32_t length, KeyShare share, uint64_t bound, uint4* room,
-                                                     uint32_t room_bytes) {
+__device__ __forceinline__ uint32_t give_by_position(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length,
+                                                     KeyShare share, uint64_t bound, uint4* room, uint32_t room_bytes) {
   uint32_t absent = 0;
   uint32_t given = 0;
   const uint64_t* keys = select_keys();
@@ -484,8 +478,8 @@ __device__ __forceinline__ uint32_t give_by_position(const SelectTopkArgs& args,
 
 // The keys >= bound in the total order. They are one run.
 template <int kThreads>
-__device__ __forceinline__ uint32_t give_by_rank(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row,
-                                                 int count, int members, uint64_t bound) {
+__device__ __forceinline__ uint32_t give_by_rank(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, int count, int members,
+                                                 uint64_t bound) {
   uint32_t absent = 0;
   block_keep_at_least<kThreads>(count, bound);
   block_sort_descending<kThreads>(members);
@@ -538,8 +532,7 @@ __device__ __forceinline__ RowSums sum_cluster(cg::cluster_group& cluster, int b
 
 // The leader's warp w takes what the other blocks' warps w kept behind its own keys. Returns its new count, which is more
 // than `segment` where there was no room.
-__device__ __forceinline__ uint32_t gather_segments(RowShared& shared, cg::cluster_group& cluster, int blocks, int segment,
-                                                    uint32_t held) {
+__device__ __forceinline__ uint32_t gather_segments(RowShared& shared, cg::cluster_group& cluster, int blocks, int segment, uint32_t held) {
   const uint32_t lane = threadIdx.x & 31u;
   const uint32_t warp = threadIdx.x >> 5;
   uint32_t count = 0;
@@ -597,8 +590,7 @@ __device__ __noinline__ void join_segments(RowShared& shared, int segment) {
 }
 
 // What warp 1 finds out about the block's work while the others prepare shared memory.
-__device__ __forceinline__ void plan_part(const SelectTopkArgs& args, const SelectPlan& plan, int64_t row, int rank,
-                                          RowShared& shared) {
+__device__ __forceinline__ void plan_part(const SelectTopkArgs& args, const SelectPlan& plan, int64_t row, int rank, RowShared& shared) {
   const VisibleRow visible = visible_row(args, row);
   const int length = static_cast<int>(visible.length);
   Part part;
@@ -731,8 +723,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int count = static_cast<int>(sums.count);
   const int members = min(args.k, count);
   const uint32_t segment_first = (threadIdx.x >> 5) * static_cast<uint32_t>(segment);
-  const KeyShare share =
-      segments ? KeyShare{segment_first + (threadIdx.x & 31u), 32, segment_first + held} : share_of_run<kThreads>(count);
+  const KeyShare share = segments ? KeyShare{segment_first + (threadIdx.x & 31u), 32, segment_first + held} : share_of_run<kThreads>(count);
   const uint64_t bound = count > args.k ? block_kth_bound<kThreads>(share, args.k, select_shared().threshold) : 1;
   uint32_t absent;
   if (args.order == TopkOrder::kByPosition) {
@@ -757,8 +748,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 constexpr int kSetThreads = 256;  // of a merge's or a list's block
 
 // One block a row. Lists are offered stretch by stretch; a full buffer raises the threshold to the exact k-th so far.
-__global__ void __launch_bounds__(kSetThreads, 1)
-    merge_topk_kernel(const __grid_constant__ MergeTopkArgs args, int capacity) {
+__global__ void __launch_bounds__(kSetThreads, 1) merge_topk_kernel(const __grid_constant__ MergeTopkArgs args, int capacity) {
   SelectShared& shared = select_shared();
   uint64_t* keys = select_keys();
   block_begin<kSetThreads>();
@@ -924,7 +914,6 @@ __global__ void add_status_kernel(OpReport* report, uint32_t status) {
   atomicOr(&report->status, status);
 }
 
-
 int next_power_of_two(int value) {
   int power = 1;
   while (power < value) power <<= 1;
@@ -950,8 +939,7 @@ SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts
     plan.cluster_log2 += 1;
   }
   const bool alone = rows * plan.cluster <= facts.multiprocessors;
-  const int64_t room = alone || args.k > tuning.shared_rows_k_max ? facts.shared_bytes_per_block
-                                                                  : tuning.shared_bytes_of_two;
+  const int64_t room = alone || args.k > tuning.shared_rows_k_max ? facts.shared_bytes_per_block : tuning.shared_bytes_of_two;
   for (plan.threads = alone ? 1024 : 512;; plan.threads = 512) {
     const int warps = plan.threads / 32;
     const int least = std::max(next_power_of_two(args.k), static_cast<int>(round_up(args.k + plan.threads, 32 * warps)));
@@ -978,14 +966,14 @@ absl::Status select_topk_cuda_planned(const SelectTopkArgs& args, const SelectPl
   absl::Status status = check_select_topk(args);
   if (!status.ok()) return status;
   if (args.rows == 0) return absl::OkStatus();
-  const bool possible = (plan.threads == 512 || plan.threads == 1024) && plan.cluster >= 1 &&
-                        plan.cluster <= kClusterMax && plan.cluster == 1 << plan.cluster_log2 && plan.stages >= 1 &&
-                        plan.stages <= kStagesMax && plan.capacity >= args.k + plan.threads && plan.capacity % plan.threads == 0 &&
+  const bool possible = (plan.threads == 512 || plan.threads == 1024) && plan.cluster >= 1 && plan.cluster <= kClusterMax &&
+                        plan.cluster == 1 << plan.cluster_log2 && plan.stages >= 1 && plan.stages <= kStagesMax &&
+                        plan.capacity >= args.k + plan.threads && plan.capacity % plan.threads == 0 &&
                         (args.order == TopkOrder::kByPosition || plan.capacity >= next_power_of_two(args.k));
   if (!possible) {
-    return absl::InvalidArgumentError(absl::StrCat("select_topk: impossible plan: threads ", plan.threads, ", cluster ",
-                                                   plan.cluster, " = 2^", plan.cluster_log2, ", capacity ",
-                                                   plan.capacity, ", stages ", plan.stages, " for k = ", args.k));
+    return absl::InvalidArgumentError(absl::StrCat("select_topk: impossible plan: threads ", plan.threads, ", cluster ", plan.cluster,
+                                                   " = 2^", plan.cluster_log2, ", capacity ", plan.capacity, ", stages ", plan.stages,
+                                                   " for k = ", args.k));
   }
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(args.rows) * static_cast<unsigned>(plan.cluster));

@@ -65,8 +65,7 @@ absl::Status check_select_topk(const SelectTopkArgs& args);
 absl::Status select_topk_ref(const SelectTopkArgs& args);
 // Scratch for the CPU twin: select_topk_cpu_scratch(args, width) bytes, 64-byte aligned.
 int64_t select_topk_cpu_scratch(const SelectTopkArgs& args, int width);
-absl::Status select_topk_cpu(const SelectTopkArgs& args, CpuIsa isa, Workers& workers, void* scratch,
-                             int64_t scratch_bytes);
+absl::Status select_topk_cpu(const SelectTopkArgs& args, CpuIsa isa, Workers& workers, void* scratch, int64_t scratch_bytes);
 int64_t select_topk_cuda_scratch(const SelectTopkArgs& args);
 absl::Status select_topk_cuda(const SelectTopkArgs& args, void* scratch, int64_t scratch_bytes, void* stream);
 
@@ -158,8 +157,7 @@ NEEDLE_HD inline VisibleRow visible_row(const SelectTopkArgs& args, int64_t row)
 }
 
 // Slot of a local entry inside the row's length, or kNoEntry where its page names nothing.
-NEEDLE_HD inline int32_t slot_of_entry(const int32_t* pages, int64_t page_count, int32_t slots_per_page,
-                                       int64_t entry) {
+NEEDLE_HD inline int32_t slot_of_entry(const int32_t* pages, int64_t page_count, int32_t slots_per_page, int64_t entry) {
   const int32_t page = pages[entry / slots_per_page];
   if (page < 0 || page >= page_count) return kNoEntry;
   return static_cast<int32_t>(static_cast<int64_t>(page) * slots_per_page + entry % slots_per_page);

@@ -35,7 +35,7 @@ struct alignas(16) SelectShared {
   uint32_t count;      // keys in the buffer; beyond its capacity while an overflow is being dealt with
   uint32_t order_max;  // largest score_order_bits in the buffer, or above it
   uint32_t finalist_count;
-  uint32_t full;       // warps whose segment was too small
+  uint32_t full;  // warps whose segment was too small
   uint32_t nan_count;
   uint32_t absent_count;
   uint32_t overflows;
@@ -55,9 +55,7 @@ __device__ __forceinline__ unsigned lanes_below() {
 
 __device__ __forceinline__ uint32_t order_bits_of_key(uint64_t key) { return static_cast<uint32_t>(key >> 32); }
 __device__ __forceinline__ uint32_t position_of_key(uint64_t key) { return 0xFFFFFFFFu - static_cast<uint32_t>(key); }
-__device__ __forceinline__ float score_of_key(uint64_t key) {
-  return __uint_as_float(score_bits_of_order(order_bits_of_key(key)));
-}
+__device__ __forceinline__ float score_of_key(uint64_t key) { return __uint_as_float(score_bits_of_order(order_bits_of_key(key))); }
 
 // Which keys of the buffer are this thread's to look at: keys[first], keys[first + step], ... before `end`. Two shapes:
 // each warp its own segment, as read_part leaves it, or the whole block one run of keys.

@@ -197,13 +197,9 @@ float limit_of(uint32_t threshold) {
   return limit;
 }
 
-NEEDLE_TARGET_AVX2 inline __m256i load_avx2(const void* at) {
-  return _mm256_loadu_si256(static_cast<const __m256i*>(at));
-}
+NEEDLE_TARGET_AVX2 inline __m256i load_avx2(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
 
-NEEDLE_TARGET_AVX2 inline void store_avx2(void* at, __m256i value) {
-  _mm256_storeu_si256(static_cast<__m256i*>(at), value);
-}
+NEEDLE_TARGET_AVX2 inline void store_avx2(void* at, __m256i value) { _mm256_storeu_si256(static_cast<__m256i*>(at), value); }
 
 // score_order_bits of eight scores; absent ones come out as NaN does.
 NEEDLE_TARGET_AVX2 inline __m256i order_avx2(__m256i bits) {
@@ -218,9 +214,7 @@ NEEDLE_TARGET_AVX2 inline __m256i reaches_avx2(__m256i keys, __m256i threshold) 
   return _mm256_cmpeq_epi32(_mm256_max_epu32(keys, threshold), keys);
 }
 
-NEEDLE_TARGET_AVX2 inline uint32_t lanes_of(__m256i mask) {
-  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(mask)));
-}
+NEEDLE_TARGET_AVX2 inline uint32_t lanes_of(__m256i mask) { return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(mask))); }
 
 NEEDLE_TARGET_AVX2 void count_nan_avx2(const float* scores, int64_t count, Seen& seen) {
   const __m256i absent = _mm256_set1_epi32(static_cast<int>(kAbsentScoreBits));
@@ -235,8 +229,7 @@ NEEDLE_TARGET_AVX2 void count_nan_avx2(const float* scores, int64_t count, Seen&
   count_nan_portable(scores + i, count - i, seen);
 }
 
-NEEDLE_TARGET_AVX2 void maxima_avx2(const float* scores, const Blocks& blocks, uint32_t* of_blocks, uint32_t* of_groups,
-                                    Seen& seen) {
+NEEDLE_TARGET_AVX2 void maxima_avx2(const float* scores, const Blocks& blocks, uint32_t* of_blocks, uint32_t* of_groups, Seen& seen) {
   const __m256 lowest = _mm256_set1_ps(-std::numeric_limits<float>::infinity());
   for (int64_t b = 0; b < blocks.count; of_groups += kAvx2Lanes) {
     __m256 group = lowest;
@@ -317,10 +310,8 @@ NEEDLE_TARGET_AVX2 void keep_avx2(const float* scores, int64_t count, uint32_t f
       reach &= ~(uint64_t{0xFF} << shift);
       const int64_t i = at + shift;
       const __m256i key = order_avx2(load_avx2(scores + i));
-      const __m256i entry =
-          _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(first + static_cast<uint32_t>(i))), lanes);
-      const __m256i take =
-          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(kCompress[keep].data())));
+      const __m256i entry = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(first + static_cast<uint32_t>(i))), lanes);
+      const __m256i take = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(kCompress[keep].data())));
       store_avx2(keys + out, _mm256_permutevar8x32_epi32(key, take));
       store_avx2(entries + out, _mm256_permutevar8x32_epi32(entry, take));
       out += __builtin_popcount(keep);
@@ -348,9 +339,7 @@ NEEDLE_TARGET_AVX2 int64_t count_reaching_avx2(const uint32_t* keys, int64_t cou
 
 constexpr int64_t kAvx512Lanes = 16;
 
-NEEDLE_TARGET_AVX512 inline __m512i load_avx512(const void* at) {
-  return _mm512_loadu_si512(at);
-}
+NEEDLE_TARGET_AVX512 inline __m512i load_avx512(const void* at) { return _mm512_loadu_si512(at); }
 
 // score_order_bits of sixteen scores; absent ones come out as NaN does.
 NEEDLE_TARGET_AVX512 inline __m512i order_avx512(__m512i bits) {
@@ -376,8 +365,7 @@ NEEDLE_TARGET_AVX512 void count_nan_avx512(const float* scores, int64_t count, S
   count_nan_portable(scores + i, count - i, seen);
 }
 
-NEEDLE_TARGET_AVX512 void maxima_avx512(const float* scores, const Blocks& blocks, uint32_t* of_blocks,
-                                        uint32_t* of_groups, Seen& seen) {
+NEEDLE_TARGET_AVX512 void maxima_avx512(const float* scores, const Blocks& blocks, uint32_t* of_blocks, uint32_t* of_groups, Seen& seen) {
   const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   for (int64_t b = 0; b < blocks.count; of_groups += kAvx512Lanes) {
     __m512 group = lowest;
@@ -418,8 +406,7 @@ NEEDLE_TARGET_AVX512 uint64_t reaching_avx512(const uint32_t* of_blocks, int64_t
   return reach;
 }
 
-NEEDLE_TARGET_AVX512 void keep_avx512(const float* scores, int64_t count, uint32_t first, uint32_t threshold,
-                                      Kept& kept) {
+NEEDLE_TARGET_AVX512 void keep_avx512(const float* scores, int64_t count, uint32_t first, uint32_t threshold, Kept& kept) {
   const __m512 limit = _mm512_set1_ps(limit_of(threshold));
   const __m512i absent = _mm512_set1_epi32(static_cast<int>(kAbsentScoreBits));
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -444,8 +431,7 @@ NEEDLE_TARGET_AVX512 void keep_avx512(const float* scores, int64_t count, uint32
       reach &= ~(uint64_t{0xFFFF} << shift);
       const int64_t i = at + shift;
       const __m512i key = order_avx512(load_avx512(scores + i));
-      const __m512i entry =
-          _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first + static_cast<uint32_t>(i))), lanes);
+      const __m512i entry = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first + static_cast<uint32_t>(i))), lanes);
       // Compress in the register and store it whole: a compressing store is microcoded on some processors.
       _mm512_storeu_si512(keys + out, _mm512_maskz_compress_epi32(keep, key));
       _mm512_storeu_si512(entries + out, _mm512_maskz_compress_epi32(keep, entry));
@@ -495,18 +481,14 @@ Scanner scanner_for(CpuIsa isa) {
 #if defined(__x86_64__)
   switch (isa) {
     case CpuIsa::kAvx512Bf16:
-    case CpuIsa::kAvx512:
-      return {kAvx512Lanes, count_nan_avx512, maxima_avx512, reaching_avx512, keep_avx512, count_reaching_avx512};
-    case CpuIsa::kAvx2:
-      return {kAvx2Lanes, count_nan_avx2, maxima_avx2, reaching_avx2, keep_avx2, count_reaching_avx2};
-    case CpuIsa::kPortable:
-      break;
+    case CpuIsa::kAvx512: return {kAvx512Lanes, count_nan_avx512, maxima_avx512, reaching_avx512, keep_avx512, count_reaching_avx512};
+    case CpuIsa::kAvx2: return {kAvx2Lanes, count_nan_avx2, maxima_avx2, reaching_avx2, keep_avx2, count_reaching_avx2};
+    case CpuIsa::kPortable: break;
   }
 #else
   (void)isa;
 #endif
-  return {kPortableLanes,    count_nan_portable, maxima_portable,
-          reaching_portable, keep_portable,      count_reaching_portable};
+  return {kPortableLanes, count_nan_portable, maxima_portable, reaching_portable, keep_portable, count_reaching_portable};
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -514,8 +496,7 @@ Scanner scanner_for(CpuIsa isa) {
 
 struct Cut {
   uint32_t key = 0;
-  int64_t reach =
-      0;  // keys at or above it: k to k + slack, or more where `key` is the k-th largest itself, with equals
+  int64_t reach = 0;  // keys at or above it: k to k + slack, or more where `key` is the k-th largest itself, with equals
 };
 
 // Bisection: a count is one vector pass, and a pass over the few keys there are is cheaper than a histogram of them.
@@ -565,22 +546,14 @@ struct SelectScratch {
 };
 
 // Room for the kept entries: twice k and a block, so that a reduction is paid by at least k entries that entered.
-int64_t kept_capacity(int64_t k) {
-  return std::max<int64_t>(2 * k, kWholeRowMax) + kBlock;
-}
+int64_t kept_capacity(int64_t k) { return std::max<int64_t>(2 * k, kWholeRowMax) + kBlock; }
 
-int64_t kept_bytes(int64_t k) {
-  return round_up((kept_capacity(k) + kStorePad) * 4, 64);
-}
+int64_t kept_bytes(int64_t k) { return round_up((kept_capacity(k) + kStorePad) * 4, 64); }
 
 // Groups of blocks are at least 4 k columns, so at most twice that, where the row has so many, and one group more.
-int64_t group_bytes(int64_t k) {
-  return round_up(std::min<int64_t>(8 * k + 2 * kLanesMax, kColumnsMax) * 4, 64);
-}
+int64_t group_bytes(int64_t k) { return round_up(std::min<int64_t>(8 * k + 2 * kLanesMax, kColumnsMax) * 4, 64); }
 
-int64_t select_piece_bytes(int64_t k) {
-  return 2 * kept_bytes(k) + kColumnsMax * 4 + group_bytes(k) + round_up(k * 8, 64);
-}
+int64_t select_piece_bytes(int64_t k) { return 2 * kept_bytes(k) + kColumnsMax * 4 + group_bytes(k) + round_up(k * 8, 64); }
 
 SelectScratch select_piece(void* scratch, int64_t k, int worker) {
   std::byte* at = static_cast<std::byte*>(scratch) + worker * select_piece_bytes(k);
@@ -672,8 +645,7 @@ float score_of_key(uint32_t key) {
   return score;
 }
 
-void write_row(const SelectTopkArgs& args, int64_t row, const VisibleRow& visible, Kept& kept, uint64_t* ranks,
-               OpReport& found) {
+void write_row(const SelectTopkArgs& args, int64_t row, const VisibleRow& visible, Kept& kept, uint64_t* ranks, OpReport& found) {
   if (args.order == TopkOrder::kByRank) {
     for (int64_t i = 0; i < kept.count; ++i) {
       ranks[i] = (static_cast<uint64_t>(kept.keys[i]) << 32) | (0xFFFFFFFFu - kept.entries[i]);
@@ -724,8 +696,8 @@ absl::Status check_scratch(absl::string_view operation, const void* scratch, int
 
 absl::Status check_isa(absl::string_view operation, CpuIsa isa) {
   if (cpu_has(isa)) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(operation, ": this machine has no ", name_of(isa),
-                                                 "; pass best_cpu_isa() or one of cpu_isas_present()"));
+  return absl::InvalidArgumentError(
+      absl::StrCat(operation, ": this machine has no ", name_of(isa), "; pass best_cpu_isa() or one of cpu_isas_present()"));
 }
 
 }  // namespace
@@ -735,8 +707,7 @@ int64_t select_topk_cpu_scratch(const SelectTopkArgs& args, int width) {
   return width * select_piece_bytes(args.k);
 }
 
-absl::Status select_topk_cpu(const SelectTopkArgs& args, CpuIsa isa, Workers& workers, void* scratch,
-                             int64_t scratch_bytes) {
+absl::Status select_topk_cpu(const SelectTopkArgs& args, CpuIsa isa, Workers& workers, void* scratch, int64_t scratch_bytes) {
   absl::Status status = check_select_topk(args);
   if (!status.ok()) return status;
   status = check_isa("select_topk_cpu", isa);
@@ -776,13 +747,9 @@ struct Candidate {
   int64_t source;  // index into the shards' lists
 };
 
-int64_t merge_capacity(int64_t k) {
-  return 2 * k + 1024;
-}
+int64_t merge_capacity(int64_t k) { return 2 * k + 1024; }
 
-bool candidate_before(const Candidate& a, const Candidate& b) {
-  return a.rank > b.rank;
-}
+bool candidate_before(const Candidate& a, const Candidate& b) { return a.rank > b.rank; }
 
 }  // namespace
 
@@ -831,9 +798,8 @@ absl::Status merge_topk_cpu(const MergeTopkArgs& args, Workers& workers, void* s
     if (args.order == TopkOrder::kByRank) {
       std::sort(kept, kept + count, candidate_before);
     } else {  // the position is the rank's lower half, inverted
-      std::sort(kept, kept + count, [](const Candidate& a, const Candidate& b) {
-        return static_cast<uint32_t>(a.rank) > static_cast<uint32_t>(b.rank);
-      });
+      std::sort(kept, kept + count,
+                [](const Candidate& a, const Candidate& b) { return static_cast<uint32_t>(a.rank) > static_cast<uint32_t>(b.rank); });
     }
 
     const int64_t begin = row * args.out_stride;

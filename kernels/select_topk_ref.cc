@@ -27,9 +27,7 @@ float float_of(uint32_t bits) {
   return score;
 }
 
-bool is_nan(uint32_t bits) {
-  return (bits & 0x7FFFFFFFu) > 0x7F800000u;
-}
+bool is_nan(uint32_t bits) { return (bits & 0x7FFFFFFFu) > 0x7F800000u; }
 
 constexpr float kScorePadding = -std::numeric_limits<float>::infinity();
 
@@ -42,8 +40,7 @@ absl::Status refuse_null(absl::string_view operation, absl::string_view field, a
 }
 
 // k, order, rows and strides, the same for selection and merge.
-absl::Status check_selection_shape(absl::string_view operation, int32_t rows, int32_t k, TopkOrder order,
-                                   int64_t out_stride) {
+absl::Status check_selection_shape(absl::string_view operation, int32_t rows, int32_t k, TopkOrder order, int64_t out_stride) {
   if (rows < 0) return refuse(operation, "rows", rows, ">= 0");
   if (k < 1 || k > kTopkMax) return refuse(operation, "k", k, absl::StrCat("1..", kTopkMax));
   if (order != TopkOrder::kByPosition && order != TopkOrder::kByRank) {
@@ -68,8 +65,7 @@ absl::Status check_slot_space(absl::string_view operation, int32_t slots_per_pag
 absl::Status check_page_table(absl::string_view operation, const PageTableView& pages) {
   if (pages.rows < 0) return refuse(operation, "pages.rows", pages.rows, ">= 0");
   if (pages.pages_per_row < 0 || pages.pages_per_row > pages.row_stride) {
-    return refuse(operation, "pages.pages_per_row", pages.pages_per_row,
-                  absl::StrCat("0..row_stride = ", pages.row_stride));
+    return refuse(operation, "pages.pages_per_row", pages.pages_per_row, absl::StrCat("0..row_stride = ", pages.row_stride));
   }
   return absl::OkStatus();
 }
@@ -79,9 +75,7 @@ struct Member {
   int64_t place = 0;  // what the key stands for: a local entry, or an index into the shards' lists
 };
 
-bool ranks_before(const Member& left, const Member& right) {
-  return left.key > right.key;
-}
+bool ranks_before(const Member& left, const Member& right) { return left.key > right.key; }
 
 }  // namespace
 
@@ -156,8 +150,7 @@ absl::Status select_topk_ref(const SelectTopkArgs& args) {
         args.out_scores[out] = valid ? float_of(score_bits_of_order(order_bits)) : kScorePadding;
       }
       if (args.slots != nullptr) {
-        args.slots[out] =
-            valid ? slot_of_entry(visible.pages, args.page_count, args.slots_per_page, member.place) : kNoEntry;
+        args.slots[out] = valid ? slot_of_entry(visible.pages, args.page_count, args.slots_per_page, member.place) : kNoEntry;
         if (valid && args.slots[out] == kNoEntry) {
           ++found.absent_entries;
           found.status |= kStatusAbsentPage;

@@ -130,14 +130,12 @@ __device__ __forceinline__ EntryTask task_of_row(const StoreRowsArgs& args, int6
 }
 
 __device__ __forceinline__ DeviceRow row_of_position(const StoreRowsArgs& args, const EntryTask& task, int64_t position) {
-  return position < task.sequence.first_position
-             ? device_carried_row(args.state, task.sequence.record, task.header.committed, position)
-             : device_call_row(args, task.sequence, position);
+  return position < task.sequence.first_position ? device_carried_row(args.state, task.sequence.record, task.header.committed, position)
+                                                 : device_call_row(args, task.sequence, position);
 }
 
 // Softmax over the 8 rows of a ratio-4 entry, one octet of channels. Scores and weights of all rows are in registers.
-__device__ __forceinline__ void pool_octet(const StoreRowsArgs& args, const EntryTask& task, int dims, int octet,
-                                           float (&x)[8]) {
+__device__ __forceinline__ void pool_octet(const StoreRowsArgs& args, const EntryTask& task, int dims, int octet, float (&x)[8]) {
   const int64_t first = task.entry * kOverlapRatio;
   float weight[kRowsPooledOverlap][8];
   float maximum[8];
@@ -188,8 +186,7 @@ __device__ __forceinline__ void pool_octet(const StoreRowsArgs& args, const Entr
 
 // Ratios 1 and 4: a group of lanes looks through a window of rows.
 template <int kDims>
-__global__ void __launch_bounds__(kThreads)
-    store_rows_kernel(const __grid_constant__ StoreRowsArgs args, int window_rows) {
+__global__ void __launch_bounds__(kThreads) store_rows_kernel(const __grid_constant__ StoreRowsArgs args, int window_rows) {
   using Row = RowOfLanes<kDims>;
   constexpr int kGroups = kThreads / Row::kLanes;
   wait_for_previous_kernel();
@@ -223,8 +220,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Ratio 128: a block an entry, a thread two channels, then one warp finishes the row.
 template <int kDims>
-__global__ void __launch_bounds__(kFoldThreads)
-    fold_rows_kernel(const __grid_constant__ StoreRowsArgs args, int window_rows) {
+__global__ void __launch_bounds__(kFoldThreads) fold_rows_kernel(const __grid_constant__ StoreRowsArgs args, int window_rows) {
   using Row = RowOfLanes<kDims>;
   __shared__ float pooled[kDims];
   wait_for_previous_kernel();
@@ -232,8 +228,7 @@ __global__ void __launch_bounds__(kFoldThreads)
   const int ratio = args.chain.component.ratio;
 #pragma unroll 1
   for (int i = 0; i < window_rows; ++i) {
-    const EntryTask task =
-        task_of_row(args, static_cast<int64_t>(blockIdx.x) * window_rows + i, threadIdx.x == 0);
+    const EntryTask task = task_of_row(args, static_cast<int64_t>(blockIdx.x) * window_rows + i, threadIdx.x == 0);
     if (!task.there) continue;  // the same for the whole block
     const int64_t first = task.entry * ratio;
     const bool running = args.state.form == StateForm::kRunning && task.header.committed > first;
@@ -285,14 +280,14 @@ __global__ void __launch_bounds__(kFoldThreads) write_boundaries_kernel(const __
   let_next_kernel_start();
   const StoreBoundary boundary = args.boundary_requests[blockIdx.x];
   if (boundary.boundary_record == -1) return;
-  bool sound = boundary.boundary_record >= 0 && boundary.boundary_record < args.boundaries.count &&
-               boundary.sequence >= 0 && boundary.sequence < args.sequence_count;
+  bool sound = boundary.boundary_record >= 0 && boundary.boundary_record < args.boundaries.count && boundary.sequence >= 0 &&
+               boundary.sequence < args.sequence_count;
   EntryTask task;
   if (sound) {
     task.sequence = args.sequences[boundary.sequence];
     if (task.sequence.row_count == 0) return;
-    sound = sequence_is_sound(args, task.sequence) && boundary.position > 0 &&
-            boundary.position % kOverlapRatio == 0 && boundary.position >= task.sequence.first_position &&
+    sound = sequence_is_sound(args, task.sequence) && boundary.position > 0 && boundary.position % kOverlapRatio == 0 &&
+            boundary.position >= task.sequence.first_position &&
             boundary.position <= task.sequence.first_position + task.sequence.row_count;
   }
   if (!sound) {
@@ -365,8 +360,8 @@ absl::Status launch_entries(const StoreRowsArgs& args, cudaStream_t stream) {
 absl::Status check_vectors(const char* what, const RowsView& rows) {
   const int64_t bytes = rows.row_stride * (rows.element == RowElement::kFp32 ? 4 : 2);
   if (reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && bytes % 16 == 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(std::string("store: ") + what + " begins at or repeats every " +
-                                    std::to_string(bytes) + " bytes; on a GPU both must be multiples of 16");
+  return absl::InvalidArgumentError(std::string("store: ") + what + " begins at or repeats every " + std::to_string(bytes) +
+                                    " bytes; on a GPU both must be multiples of 16");
 }
 
 }  // namespace

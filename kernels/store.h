@@ -72,7 +72,7 @@ struct EntryChain {
   const float* norm_weight = nullptr;  // [norm_dims] fp32; kNone: not read
   const float* norm_bias = nullptr;    // [norm_dims] fp32; kLayer alone
   float norm_epsilon = kNormEpsilon;
-  RopeTableView rope;                  // component.rope_table's; not read where component.rope is kNone
+  RopeTableView rope;  // component.rope_table's; not read where component.rope is kNone
 };
 
 // ----------------------------------------------------------------------------------------------------------- raw rows
@@ -103,10 +103,10 @@ struct StoreRowsArgs {
   MutableLayerView out;  // element, scale and head_dim equal the component's
   PageTableView pages;   // row = sequence; local entry = entry - entry_base[row]
 
-  RowsView kv;           // [rows, row_halves x head_dim]
-  RowsView gate;         // the same shape; data null for ratio 1
+  RowsView kv;                           // [rows, row_halves x head_dim]
+  RowsView gate;                         // the same shape; data null for ratio 1
   const float* position_bias = nullptr;  // [ratio, row_halves x head_dim] fp32; null for ratio 1
-  int64_t rows = 0;      // rows that kv and gate have: host-known bound on row_begin + row_count
+  int64_t rows = 0;                      // rows that kv and gate have: host-known bound on row_begin + row_count
 
   // [sequence_count], ascending by row_begin, rows disjoint, no record twice (the host refuses it; a CUDA twin does not
   // look). Padding has row_count 0 and keeps the order (row_begin = rows will do); nothing else of it is looked at.

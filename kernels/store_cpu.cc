@@ -13,8 +13,8 @@ namespace {
 // a prefill chunk over many threads, large enough to hide a task's cost (under a microsecond).
 int64_t rows_per_task(int ratio) { return ratio == 1 ? 32 : std::max(ratio, 64); }
 
-void pool_entry(const EntryChainCpu& chain, const StoreRowsArgs& args, const StoreSequence& sequence,
-                const StateHeader& header, int64_t entry, float* x) {
+void pool_entry(const EntryChainCpu& chain, const StoreRowsArgs& args, const StoreSequence& sequence, const StateHeader& header,
+                int64_t entry, float* x) {
   const int ratio = args.chain.component.ratio;
   const int dims = args.chain.component.head_dim;
   const int64_t first = entry * ratio;
@@ -45,8 +45,8 @@ void pool_entry(const EntryChainCpu& chain, const StoreRowsArgs& args, const Sto
 }
 
 // The entries of one sequence that rows [row_begin, row_end) complete.
-void store_entries(const EntryChainCpu& chain, const StoreRowsArgs& args, const StoreSequence& sequence,
-                   int64_t row_begin, int64_t row_end) {
+void store_entries(const EntryChainCpu& chain, const StoreRowsArgs& args, const StoreSequence& sequence, int64_t row_begin,
+                   int64_t row_end) {
   StateHeader header;
   if (!sequence_fits(args, sequence, &header)) return;
   const int ratio = args.chain.component.ratio;
@@ -94,8 +94,8 @@ absl::Status store_rows_cpu(const StoreRowsArgs& args, CpuIsa isa, Workers& work
   workers.run(div_ceil(args.rows, task_rows), [&](int64_t task, int) {
     const int64_t begin = task * task_rows;
     const int64_t end = std::min(begin + task_rows, args.rows);
-    const StoreSequence* sequence = std::upper_bound(
-        args.sequences, sequences_end, begin, [](int64_t row, const StoreSequence& s) { return row < s.row_begin; });
+    const StoreSequence* sequence =
+        std::upper_bound(args.sequences, sequences_end, begin, [](int64_t row, const StoreSequence& s) { return row < s.row_begin; });
     if (sequence != args.sequences) --sequence;
     for (; sequence != sequences_end && sequence->row_begin < end; ++sequence) {
       const int64_t from = std::max(begin, sequence->row_begin);
@@ -109,9 +109,8 @@ absl::Status store_rows_cpu(const StoreRowsArgs& args, CpuIsa isa, Workers& work
     const StoreSequence& sequence = args.sequences[s];
     StateHeader header;
     if (sequence.row_count == 0 || !sequence_fits(args, sequence, &header)) return;
-    update_record(chain, args.state, state_record(args.state, sequence.record), header,
-                  header_after(args, sequence, header), args.position_bias,
-                  [&](int64_t position) { return raw_row_of(args, sequence, header, position); });
+    update_record(chain, args.state, state_record(args.state, sequence.record), header, header_after(args, sequence, header),
+                  args.position_bias, [&](int64_t position) { return raw_row_of(args, sequence, header, position); });
   });
   return absl::OkStatus();
 }
@@ -128,8 +127,8 @@ absl::Status store_pooled_cpu(const StorePooledArgs& args, CpuIsa isa, Workers& 
     for (int64_t row = task * kRowsPerTask; row < end; ++row) {
       if (args.slots[row] == kNoSlot) continue;
       alignas(64) std::array<float, kStoreHeadDimMax> x;
-      chain.widen(static_cast<const std::byte*>(args.rows.data) + row * args.rows.row_stride * element_bytes,
-                  args.rows.element, dims, x.data());
+      chain.widen(static_cast<const std::byte*>(args.rows.data) + row * args.rows.row_stride * element_bytes, args.rows.element, dims,
+                  x.data());
       chain.finish(args.chain, true, args.positions == nullptr ? 0 : args.positions[row], x.data());
       if (args.finished != nullptr) std::copy_n(x.begin(), dims, args.finished + row * args.finished_stride);
       const EntrySlot slot = numbered_slot(args.out, args.slots[row]);

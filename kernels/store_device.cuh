@@ -24,8 +24,8 @@ __device__ __forceinline__ DeviceSlot device_numbered_slot(const MutableLayerVie
   return {part + place.data, part + place.scale, 0};
 }
 
-__device__ __forceinline__ DeviceSlot device_entry_slot(const MutableLayerView& out, const PageTableView& pages,
-                                                        int32_t table_row, int64_t entry) {
+__device__ __forceinline__ DeviceSlot device_entry_slot(const MutableLayerView& out, const PageTableView& pages, int32_t table_row,
+                                                        int64_t entry) {
   const int64_t local = entry - (pages.entry_base == nullptr ? 0 : pages.entry_base[table_row]);
   const int64_t column = local / out.slots_per_page;
   if (local < 0 || column >= pages.pages_per_row) return {nullptr, nullptr, kStatusBadPageTable};
@@ -46,10 +46,9 @@ struct DeviceRow {
 __device__ __forceinline__ const float* device_record_rows(const StateView& state, int64_t record) {
   return reinterpret_cast<const float*>(state_record(state, record) + kStateHeaderBytes);
 }
-__device__ __forceinline__ DeviceRow device_carried_row(const StateView& state, int64_t record, int64_t committed,
-                                                        int64_t position) {
-  const int64_t offset = state.form == StateForm::kRaw ? state_ring_row_offset(state, position)
-                                                       : state_pending_row_offset(state, position - committed);
+__device__ __forceinline__ DeviceRow device_carried_row(const StateView& state, int64_t record, int64_t committed, int64_t position) {
+  const int64_t offset =
+      state.form == StateForm::kRaw ? state_ring_row_offset(state, position) : state_pending_row_offset(state, position - committed);
   const float* row = device_record_rows(state, record) + offset;
   return {row, row + state_row_floats_of(state) / 2, RowElement::kFp32, RowElement::kFp32};
 }
@@ -57,14 +56,12 @@ __device__ __forceinline__ const void* device_row_at(const RowsView& view, int64
   if (view.data == nullptr) return nullptr;
   return static_cast<const std::byte*>(view.data) + row * view.row_stride * (view.element == RowElement::kFp32 ? 4 : 2);
 }
-__device__ __forceinline__ DeviceRow device_call_row(const StoreRowsArgs& args, const StoreSequence& sequence,
-                                                     int64_t position) {
+__device__ __forceinline__ DeviceRow device_call_row(const StoreRowsArgs& args, const StoreSequence& sequence, int64_t position) {
   const int64_t row = sequence.row_begin + position - sequence.first_position;
   return {device_row_at(args.kv, row), device_row_at(args.gate, row), args.kv.element, args.gate.element};
 }
 __device__ __forceinline__ float row_number(const void* data, RowElement element, int64_t column) {
-  return element == RowElement::kFp32 ? static_cast<const float*>(data)[column]
-                                      : float_of_bf16(static_cast<const uint16_t*>(data)[column]);
+  return element == RowElement::kFp32 ? static_cast<const float*>(data)[column] : float_of_bf16(static_cast<const uint16_t*>(data)[column]);
 }
 
 // Whether the ids that a sequence names exist at all; a host twin refuses the call where they do not.
@@ -75,15 +72,14 @@ __device__ __forceinline__ bool sequence_is_sound(const StoreRowsArgs& args, con
          sequence.table_row < args.pages.rows &&
          (args.chain.component.ratio == 1 || (sequence.record >= 0 && sequence.record < args.state.count));
 }
-__device__ __forceinline__ bool device_sequence_fits(const StoreRowsArgs& args, const StoreSequence& sequence,
-                                                     StateHeader* header) {
+__device__ __forceinline__ bool device_sequence_fits(const StoreRowsArgs& args, const StoreSequence& sequence, StateHeader* header) {
   if (args.chain.component.ratio == 1) {
     header->next = header->committed = sequence.first_position;
     return true;
   }
   *header = *reinterpret_cast<const StateHeader*>(state_record(args.state, sequence.record));
-  if (!state_header_fits(args.state, *header) || header->sequence != sequence.sequence ||
-      header->generation != sequence.generation || header->next != sequence.first_position) {
+  if (!state_header_fits(args.state, *header) || header->sequence != sequence.sequence || header->generation != sequence.generation ||
+      header->next != sequence.first_position) {
     return false;
   }
   const int64_t ahead = header->next - header->committed;
@@ -94,8 +90,8 @@ __device__ __forceinline__ bool device_sequence_fits(const StoreRowsArgs& args, 
 // the rows from before.next on. In place: a row stays at its ring slot for as long as it lives, and each thread keeps to
 // its own columns of the running form.
 template <class RowOf>
-__device__ void update_record_rows(const StateView& state, int64_t record, const StateHeader& before,
-                                   const StateHeader& after, const float* position_bias, const RowOf& row_of) {
+__device__ void update_record_rows(const StateView& state, int64_t record, const StateHeader& before, const StateHeader& after,
+                                   const float* position_bias, const RowOf& row_of) {
   float* rows = reinterpret_cast<float*>(state_record(state, record) + kStateHeaderBytes);
   const int dims = state.head_dim;
   if (state.form == StateForm::kRaw) {
@@ -129,8 +125,7 @@ __device__ void update_record_rows(const StateView& state, int64_t record, const
     PoolPartial partial;
     if (goes_on) partial = {rows[c], rows[dims + c], rows[2 * dims + c]};
     for (int64_t position = max(open, before.committed); position < after.committed; ++position) {
-      const DeviceRow raw = position < before.next ? device_carried_row(state, record, before.committed, position)
-                                                   : row_of(position);
+      const DeviceRow raw = position < before.next ? device_carried_row(state, record, before.committed, position) : row_of(position);
       fold_row(partial, row_number(raw.gate, raw.gate_element, c) + position_bias[position % state.ratio * dims + c],
                row_number(raw.kv, raw.kv_element, c));
     }

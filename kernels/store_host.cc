@@ -10,8 +10,7 @@ namespace {
 
 enum class EntryFate : uint8_t { kStored, kAbsent, kOutsideRow, kRefused };
 
-EntryFate fate_of(const MutableLayerView& out, const PageTableView& pages, int32_t table_row, int64_t entry,
-                  int32_t* page) {
+EntryFate fate_of(const MutableLayerView& out, const PageTableView& pages, int32_t table_row, int64_t entry, int32_t* page) {
   const int64_t local = entry - (pages.entry_base == nullptr ? 0 : pages.entry_base[table_row]);
   const int64_t column = local / out.slots_per_page;
   if (local < 0 || column >= pages.pages_per_row) return EntryFate::kOutsideRow;
@@ -63,19 +62,16 @@ StateHeader read_header(const std::byte* record) {
   return header;
 }
 
-void write_header(std::byte* record, const StateHeader& header) {
-  std::memcpy(record, &header, sizeof(header));
-}
+void write_header(std::byte* record, const StateHeader& header) { std::memcpy(record, &header, sizeof(header)); }
 
 RawRow carried_row(const StateView& state, const std::byte* record, const StateHeader& header, int64_t position) {
-  const int64_t offset = state.form == StateForm::kRaw ? state_ring_row_offset(state, position)
-                                                       : state_pending_row_offset(state, position - header.committed);
+  const int64_t offset =
+      state.form == StateForm::kRaw ? state_ring_row_offset(state, position) : state_pending_row_offset(state, position - header.committed);
   const float* row = record_rows(record) + offset;
   return {row, row + state_row_floats_of(state) / 2, RowElement::kFp32, RowElement::kFp32};
 }
 
-RawRow raw_row_of(const StoreRowsArgs& args, const StoreSequence& sequence, const StateHeader& header,
-                  int64_t position) {
+RawRow raw_row_of(const StoreRowsArgs& args, const StoreSequence& sequence, const StateHeader& header, int64_t position) {
   if (position < sequence.first_position) {
     return carried_row(args.state, state_record(args.state, sequence.record), header, position);
   }
@@ -95,8 +91,8 @@ bool sequence_fits(const StoreRowsArgs& args, const StoreSequence& sequence, Sta
     return true;
   }
   *header = read_header(state_record(args.state, sequence.record));
-  if (!state_header_fits(args.state, *header) || header->sequence != sequence.sequence ||
-      header->generation != sequence.generation || header->next != sequence.first_position) {
+  if (!state_header_fits(args.state, *header) || header->sequence != sequence.sequence || header->generation != sequence.generation ||
+      header->next != sequence.first_position) {
     return false;
   }
   const int64_t ahead = header->next - header->committed;
@@ -131,9 +127,7 @@ void clear_slot(const MutableLayerView& out, const EntrySlot& slot) {
 
 absl::Status admit_store_rows(const StoreRowsArgs& args) {
   const int64_t ratio = args.chain.component.ratio;
-  const auto record_of = [&args](int64_t s) {
-    return args.sequences[s].row_count > 0 ? args.sequences[s].record : int64_t{-1};
-  };
+  const auto record_of = [&args](int64_t s) { return args.sequences[s].row_count > 0 ? args.sequences[s].record : int64_t{-1}; };
   RecordsNamed records;
   OpReport left_out = {};
   int64_t row_end = 0;
@@ -141,23 +135,23 @@ absl::Status admit_store_rows(const StoreRowsArgs& args) {
     const StoreSequence& sequence = args.sequences[s];
     if (sequence.row_count < 0 || sequence.row_begin < row_end || sequence.row_begin > args.rows ||
         sequence.row_count > args.rows - sequence.row_begin) {
-      return absl::OutOfRangeError(absl::StrCat(
-          "sequence ", s, " has rows ", sequence.row_begin, " + ", sequence.row_count, "; they must lie in 0..",
-          args.rows, " and begin at or after ", row_end, ", where the sequence before ends. Nothing was written"));
+      return absl::OutOfRangeError(absl::StrCat("sequence ", s, " has rows ", sequence.row_begin, " + ", sequence.row_count,
+                                                "; they must lie in 0..", args.rows, " and begin at or after ", row_end,
+                                                ", where the sequence before ends. Nothing was written"));
     }
     row_end = sequence.row_begin + sequence.row_count;
     if (sequence.row_count == 0) continue;
     if (sequence.first_position < 0 || sequence.first_position > kStorePositionMax - sequence.row_count) {
-      return absl::OutOfRangeError(absl::StrCat("sequence ", s, " begins at position ", sequence.first_position,
-                                                "; positions are 0..2^40. Nothing was written"));
+      return absl::OutOfRangeError(
+          absl::StrCat("sequence ", s, " begins at position ", sequence.first_position, "; positions are 0..2^40. Nothing was written"));
     }
     if (sequence.table_row < 0 || sequence.table_row >= args.pages.rows) {
-      return absl::OutOfRangeError(absl::StrCat("sequence ", s, " names page-table row ", sequence.table_row, " of ",
-                                                args.pages.rows, ". Nothing was written"));
+      return absl::OutOfRangeError(
+          absl::StrCat("sequence ", s, " names page-table row ", sequence.table_row, " of ", args.pages.rows, ". Nothing was written"));
     }
     if (ratio > 1 && (sequence.record < 0 || sequence.record >= args.state.count)) {
-      return absl::OutOfRangeError(absl::StrCat("sequence ", s, " names state record ", sequence.record, " of ",
-                                                args.state.count, ". Nothing was written"));
+      return absl::OutOfRangeError(
+          absl::StrCat("sequence ", s, " names state record ", sequence.record, " of ", args.state.count, ". Nothing was written"));
     }
     if (ratio > 1) {
       if (const int64_t other = records.before(s, record_of); other >= 0) {
@@ -173,22 +167,16 @@ absl::Status admit_store_rows(const StoreRowsArgs& args) {
     const int64_t entry_end = (sequence.first_position + sequence.row_count) / ratio;
     for (int64_t entry = sequence.first_position / ratio; entry < entry_end; ++entry) {
       if (args.chain.component.rope != RopeStyle::kNone && entry * ratio >= args.chain.rope.positions) {
-        return absl::OutOfRangeError(absl::StrCat("entry ", entry, " of sequence ", s, " is at position ",
-                                                  entry * ratio, ", past the RoPE table's ", args.chain.rope.positions,
+        return absl::OutOfRangeError(absl::StrCat("entry ", entry, " of sequence ", s, " is at position ", entry * ratio,
+                                                  ", past the RoPE table's ", args.chain.rope.positions,
                                                   " positions; build a longer table. Nothing was written"));
       }
       int32_t page = 0;
       switch (fate_of(args.out, args.pages, sequence.table_row, entry, &page)) {
-        case EntryFate::kStored:
-          continue;
-        case EntryFate::kAbsent:
-          left_out.status |= kStatusAbsentPage;
-          break;
-        case EntryFate::kOutsideRow:
-          left_out.status |= kStatusBadPageTable;
-          break;
-        case EntryFate::kRefused:
-          return bad_page(page, entry, sequence.table_row, args.out.page_count);
+        case EntryFate::kStored: continue;
+        case EntryFate::kAbsent: left_out.status |= kStatusAbsentPage; break;
+        case EntryFate::kOutsideRow: left_out.status |= kStatusBadPageTable; break;
+        case EntryFate::kRefused: return bad_page(page, entry, sequence.table_row, args.out.page_count);
       }
       ++left_out.skipped_rows;
     }
@@ -198,17 +186,15 @@ absl::Status admit_store_rows(const StoreRowsArgs& args) {
     if (boundary.boundary_record == -1) continue;
     if (boundary.boundary_record < 0 || boundary.boundary_record >= args.boundaries.count || boundary.sequence < 0 ||
         boundary.sequence >= args.sequence_count) {
-      return absl::OutOfRangeError(absl::StrCat("boundary ", b, " names record ", boundary.boundary_record, " of ",
-                                                args.boundaries.count, " and sequence ", boundary.sequence, " of ",
-                                                args.sequence_count, ". Nothing was written"));
+      return absl::OutOfRangeError(absl::StrCat("boundary ", b, " names record ", boundary.boundary_record, " of ", args.boundaries.count,
+                                                " and sequence ", boundary.sequence, " of ", args.sequence_count, ". Nothing was written"));
     }
     const StoreSequence& sequence = args.sequences[boundary.sequence];
-    if (boundary.position <= 0 || boundary.position % kOverlapRatio != 0 ||
-        boundary.position < sequence.first_position ||
+    if (boundary.position <= 0 || boundary.position % kOverlapRatio != 0 || boundary.position < sequence.first_position ||
         boundary.position > sequence.first_position + sequence.row_count) {
-      return absl::OutOfRangeError(absl::StrCat(
-          "boundary ", b, " is at position ", boundary.position, "; it must be a positive multiple of 4 in ",
-          sequence.first_position, "..", sequence.first_position + sequence.row_count, ". Nothing was written"));
+      return absl::OutOfRangeError(absl::StrCat("boundary ", b, " is at position ", boundary.position,
+                                                "; it must be a positive multiple of 4 in ", sequence.first_position, "..",
+                                                sequence.first_position + sequence.row_count, ". Nothing was written"));
     }
   }
   args.report->status |= left_out.status;
@@ -221,14 +207,12 @@ absl::Status admit_store_pooled(const StorePooledArgs& args) {
   for (int64_t row = 0; row < args.count; ++row) {
     if (args.slots[row] == kNoSlot) continue;
     if (args.slots[row] < 0 || args.slots[row] >= slots) {
-      return absl::OutOfRangeError(absl::StrCat("slot ", args.slots[row], " of row ", row, " is outside the pool's 0..",
-                                                slots - 1, "; use -1 to skip a row. Nothing was written"));
+      return absl::OutOfRangeError(absl::StrCat("slot ", args.slots[row], " of row ", row, " is outside the pool's 0..", slots - 1,
+                                                "; use -1 to skip a row. Nothing was written"));
     }
-    if (args.chain.component.rope != RopeStyle::kNone &&
-        (args.positions[row] < 0 || args.positions[row] >= args.chain.rope.positions)) {
-      return absl::OutOfRangeError(absl::StrCat("position ", args.positions[row], " of row ", row,
-                                                " is outside the RoPE table's 0..", args.chain.rope.positions - 1,
-                                                "; build a longer table. Nothing was written"));
+    if (args.chain.component.rope != RopeStyle::kNone && (args.positions[row] < 0 || args.positions[row] >= args.chain.rope.positions)) {
+      return absl::OutOfRangeError(absl::StrCat("position ", args.positions[row], " of row ", row, " is outside the RoPE table's 0..",
+                                                args.chain.rope.positions - 1, "; build a longer table. Nothing was written"));
     }
   }
   return absl::OkStatus();
@@ -246,9 +230,8 @@ bool commit_fits(const CommitStateArgs& args, const StateCommit& commit, StateHe
     return true;
   }
   *header = read_header(state_record(args.state, commit.record));
-  return state_header_fits(args.state, *header) && header->sequence == commit.sequence &&
-         header->generation == commit.generation && header->committed == commit.committed &&
-         header->next - header->committed == commit.ahead;
+  return state_header_fits(args.state, *header) && header->sequence == commit.sequence && header->generation == commit.generation &&
+         header->committed == commit.committed && header->next - header->committed == commit.ahead;
 }
 
 absl::Status admit_commit_state(const CommitStateArgs& args) {
@@ -259,8 +242,8 @@ absl::Status admit_commit_state(const CommitStateArgs& args) {
     const StateCommit& commit = args.commits[c];
     if (commit.record == -1) continue;
     if (args.ratio > 1 && (commit.record < 0 || commit.record >= args.state.count)) {
-      return absl::OutOfRangeError(absl::StrCat("commit ", c, " names state record ", commit.record, " of ",
-                                                args.state.count, ". Nothing was changed"));
+      return absl::OutOfRangeError(
+          absl::StrCat("commit ", c, " names state record ", commit.record, " of ", args.state.count, ". Nothing was changed"));
     }
     if (args.ratio > 1) {
       if (const int64_t other = records.before(c, record_of); other >= 0) {
@@ -268,8 +251,8 @@ absl::Status admit_commit_state(const CommitStateArgs& args) {
       }
     }
     if (commit.table_row < 0 || commit.table_row >= args.pages.rows) {
-      return absl::OutOfRangeError(absl::StrCat("commit ", c, " names page-table row ", commit.table_row, " of ",
-                                                args.pages.rows, ". Nothing was changed"));
+      return absl::OutOfRangeError(
+          absl::StrCat("commit ", c, " names page-table row ", commit.table_row, " of ", args.pages.rows, ". Nothing was changed"));
     }
     StateHeader header;
     if (!commit_fits(args, commit, &header)) {
@@ -292,13 +275,12 @@ absl::Status admit_commit_state(const CommitStateArgs& args) {
 }
 
 bool start_fits(const InitStateArgs& args, const StateStart& start) {
-  if (start.record < 0 || start.record >= args.state.count || start.position < 0 ||
-      start.position > kStorePositionMax || start.position % args.state.ratio != 0) {
+  if (start.record < 0 || start.record >= args.state.count || start.position < 0 || start.position > kStorePositionMax ||
+      start.position % args.state.ratio != 0) {
     return false;
   }
   const bool wants_boundary = args.state.ratio == kOverlapRatio && start.position > 0;
-  return wants_boundary ? start.boundary_record >= 0 && start.boundary_record < args.boundaries.count &&
-                              args.boundaries.base != nullptr
+  return wants_boundary ? start.boundary_record >= 0 && start.boundary_record < args.boundaries.count && args.boundaries.base != nullptr
                         : start.boundary_record == -1;
 }
 

@@ -19,22 +19,18 @@ struct RawRow {
 };
 
 inline float raw_value(const void* data, RowElement element, int64_t column) {
-  return element == RowElement::kFp32 ? static_cast<const float*>(data)[column]
-                                      : float_of_bf16(static_cast<const uint16_t*>(data)[column]);
+  return element == RowElement::kFp32 ? static_cast<const float*>(data)[column] : float_of_bf16(static_cast<const uint16_t*>(data)[column]);
 }
 
 StateHeader read_header(const std::byte* record);
 void write_header(std::byte* record, const StateHeader& header);
 inline float* record_rows(std::byte* record) { return reinterpret_cast<float*>(record + kStateHeaderBytes); }
-inline const float* record_rows(const std::byte* record) {
-  return reinterpret_cast<const float*>(record + kStateHeaderBytes);
-}
+inline const float* record_rows(const std::byte* record) { return reinterpret_cast<const float*>(record + kStateHeaderBytes); }
 
 // A row that a record of `state` carries; `position` is live.
 RawRow carried_row(const StateView& state, const std::byte* record, const StateHeader& header, int64_t position);
 // The same, or a row of the call itself.
-RawRow raw_row_of(const StoreRowsArgs& args, const StoreSequence& sequence, const StateHeader& header,
-                  int64_t position);
+RawRow raw_row_of(const StoreRowsArgs& args, const StoreSequence& sequence, const StateHeader& header, int64_t position);
 
 // Whether the sequence's record expects this store (promise 3). True for ratio 1, with header.next = first_position.
 bool sequence_fits(const StoreRowsArgs& args, const StoreSequence& sequence, StateHeader* header);

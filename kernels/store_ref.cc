@@ -27,13 +27,13 @@ absl::Status check_rows(absl::string_view name, const RowsView& rows, int64_t co
 
 absl::Status check_out(const Component& component, const MutableLayerView& out) {
   if (out.element != component.element || out.scale != component.scale || out.head_dim != component.head_dim) {
-    return refuse(absl::StrCat("the view is ", name_of(out.element), "/", name_of(out.scale), " with head_dim ",
-                               out.head_dim, ", the component ", name_of(component.element), "/",
-                               name_of(component.scale), " with head_dim ", component.head_dim));
+    return refuse(absl::StrCat("the view is ", name_of(out.element), "/", name_of(out.scale), " with head_dim ", out.head_dim,
+                               ", the component ", name_of(component.element), "/", name_of(component.scale), " with head_dim ",
+                               component.head_dim));
   }
   if (out.page_count < 0 || out.slots_per_page < 1 || out.slots_per_page > kSlotsPerPageMax) {
-    return refuse(absl::StrCat("the view has ", out.page_count, " pages of ", out.slots_per_page,
-                               " slots; slots a page are 1..", kSlotsPerPageMax));
+    return refuse(
+        absl::StrCat("the view has ", out.page_count, " pages of ", out.slots_per_page, " slots; slots a page are 1..", kSlotsPerPageMax));
   }
   if (out.base == nullptr && out.page_count > 0) return refuse("the view's base is null");
   const int64_t bytes = layer_page_bytes(out.element, out.head_dim, out.slots_per_page);
@@ -51,8 +51,7 @@ absl::Status check_chain(const EntryChain& chain, const MutableLayerView& out, b
   }
   const int dims = component.head_dim;
   if (index_k ? dims != 128 : dims != 512 && dims != 576) {
-    return refuse(absl::StrCat(name_of(component.kind), " has head_dim ", dims, ", must be ",
-                               index_k ? "128" : "512 or 576"));
+    return refuse(absl::StrCat(name_of(component.kind), " has head_dim ", dims, ", must be ", index_k ? "128" : "512 or 576"));
   }
   bool fits = false;
   switch (component.element) {
@@ -64,9 +63,8 @@ absl::Status check_chain(const EntryChain& chain, const MutableLayerView& out, b
     case ElementFormat::kFp32Rows: break;
   }
   if (!fits) {
-    return absl::UnimplementedError(absl::StrCat("store: ", name_of(component.kind), " in ", name_of(component.element),
-                                                 " with scale ", name_of(component.scale), " and head_dim ", dims,
-                                                 " is no format of this service"));
+    return absl::UnimplementedError(absl::StrCat("store: ", name_of(component.kind), " in ", name_of(component.element), " with scale ",
+                                                 name_of(component.scale), " and head_dim ", dims, " is no format of this service"));
   }
   if (component.hadamard && !index_k) return refuse("the Hadamard rotation is index_k's alone");
   switch (chain.rounding) {
@@ -74,8 +72,8 @@ absl::Status check_chain(const EntryChain& chain, const MutableLayerView& out, b
     case RoundingMode::kRefV4: break;
     case RoundingMode::kVllm:
       if (component.element == ElementFormat::kFp8 && component.scale != ScaleKind::kPowerOfTwo) {
-        return absl::UnimplementedError(absl::StrCat("store: rounding mode vllm has power_of_two scales for fp8 index_k, not ",
-                                                     name_of(component.scale)));
+        return absl::UnimplementedError(
+            absl::StrCat("store: rounding mode vllm has power_of_two scales for fp8 index_k, not ", name_of(component.scale)));
       }
       break;
     default: return refuse(absl::StrCat("rounding mode ", static_cast<int>(chain.rounding), " is none of 0..2"));
@@ -90,21 +88,20 @@ absl::Status check_chain(const EntryChain& chain, const MutableLayerView& out, b
   }
   if (component.rope != RopeStyle::kNone && any_rows &&
       (chain.rope.cos_sin == nullptr || chain.rope.positions < 1 || chain.rope.positions > kRopePositionsMax)) {
-    return refuse(absl::StrCat("the RoPE table is ", chain.rope.cos_sin == nullptr ? "null" : "given", " with ",
-                               chain.rope.positions, " positions; 1..", kRopePositionsMax, " are possible"));
+    return refuse(absl::StrCat("the RoPE table is ", chain.rope.cos_sin == nullptr ? "null" : "given", " with ", chain.rope.positions,
+                               " positions; 1..", kRopePositionsMax, " are possible"));
   }
   return check_out(component, out);
 }
 
 // Softmax over the rows in doubles, in two passes.
-double pool_channel(const std::vector<RawRow>& rows, const std::vector<const float*>& biases,
-                    const std::vector<int>& first_columns, int channel) {
+double pool_channel(const std::vector<RawRow>& rows, const std::vector<const float*>& biases, const std::vector<int>& first_columns,
+                    int channel) {
   double maximum = -std::numeric_limits<double>::infinity();
   std::vector<double> scores(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) {
     const int column = first_columns[r] + channel;
-    scores[r] = static_cast<double>(raw_value(rows[r].gate, rows[r].gate_element, column)) +
-                static_cast<double>(biases[r][column]);
+    scores[r] = static_cast<double>(raw_value(rows[r].gate, rows[r].gate_element, column)) + static_cast<double>(biases[r][column]);
     if (std::isnan(scores[r])) return scores[r];
     maximum = std::max(maximum, scores[r]);
   }
@@ -120,8 +117,7 @@ double pool_channel(const std::vector<RawRow>& rows, const std::vector<const flo
 
 // A running record carries fp32, so with it pooling is the fold itself, from the first row to the last: doubles would
 // make the bits depend on where the chunks were cut.
-double fold_channel(const std::vector<RawRow>& rows, const std::vector<const float*>& biases, const float* carried,
-                    int dims, int channel) {
+double fold_channel(const std::vector<RawRow>& rows, const std::vector<const float*>& biases, const float* carried, int dims, int channel) {
   PoolPartial partial;
   if (carried != nullptr) partial = {carried[channel], carried[dims + channel], carried[2 * dims + channel]};
   for (size_t r = 0; r < rows.size(); ++r) {
@@ -131,8 +127,7 @@ double fold_channel(const std::vector<RawRow>& rows, const std::vector<const flo
   return static_cast<double>(pooled_value(partial));
 }
 
-void pool_entry(const StoreRowsArgs& args, const StoreSequence& sequence, const StateHeader& header, int64_t entry,
-                double* x) {
+void pool_entry(const StoreRowsArgs& args, const StoreSequence& sequence, const StateHeader& header, int64_t entry, double* x) {
   const int ratio = args.chain.component.ratio;
   const int dims = args.chain.component.head_dim;
   const int columns = row_halves(ratio) * dims;
@@ -174,8 +169,8 @@ absl::Status check_store_rows(const StoreRowsArgs& args) {
   const Component& component = args.chain.component;
   if (args.report == nullptr) return refuse("the report is null; it says which sequences were left out");
   if (args.rows < 0 || args.sequence_count < 0 || args.boundary_count < 0) {
-    return refuse(absl::StrCat("counts are negative: rows ", args.rows, ", sequences ", args.sequence_count,
-                               ", boundaries ", args.boundary_count));
+    return refuse(
+        absl::StrCat("counts are negative: rows ", args.rows, ", sequences ", args.sequence_count, ", boundaries ", args.boundary_count));
   }
   if (component.ratio != 1 && component.ratio != kOverlapRatio && component.ratio != 128) {
     return absl::UnimplementedError(absl::StrCat("store: ratio is ", component.ratio, ", must be 1, 4 or 128"));
@@ -208,8 +203,8 @@ absl::Status check_store_rows(const StoreRowsArgs& args) {
   if (args.sequences == nullptr) return refuse("sequences are null");
   if (args.pages.pages == nullptr || args.pages.rows < 1 || args.pages.pages_per_row < 0 ||
       args.pages.row_stride < args.pages.pages_per_row) {
-    return refuse(absl::StrCat("the page table has ", args.pages.rows, " rows of ", args.pages.pages_per_row,
-                               " ids at stride ", args.pages.row_stride, (args.pages.pages == nullptr ? ", null" : "")));
+    return refuse(absl::StrCat("the page table has ", args.pages.rows, " rows of ", args.pages.pages_per_row, " ids at stride ",
+                               args.pages.row_stride, (args.pages.pages == nullptr ? ", null" : "")));
   }
   if (absl::Status status = check_rows("kv", args.kv, columns); !status.ok()) return status;
   if (component.ratio > 1) {
@@ -262,9 +257,8 @@ absl::Status store_rows_ref(const StoreRowsArgs& args) {
     }
 
     if (ratio > 1) {
-      rebuild_record_ref(args.state, state_record(args.state, sequence.record), header,
-                         header_after(args, sequence, header), args.position_bias,
-                         [&](int64_t position) { return raw_row_of(args, sequence, header, position); });
+      rebuild_record_ref(args.state, state_record(args.state, sequence.record), header, header_after(args, sequence, header),
+                         args.position_bias, [&](int64_t position) { return raw_row_of(args, sequence, header, position); });
     }
   }
   return absl::OkStatus();
@@ -279,8 +273,7 @@ absl::Status check_store_pooled(const StorePooledArgs& args) {
   if (args.slots == nullptr) return refuse("slots are null");
   if (args.positions == nullptr && args.chain.component.rope != RopeStyle::kNone) return refuse("positions are null");
   if (args.finished != nullptr && args.finished_stride < args.chain.component.head_dim) {
-    return refuse(absl::StrCat("finished_stride is ", args.finished_stride, ", an entry has ",
-                               args.chain.component.head_dim));
+    return refuse(absl::StrCat("finished_stride is ", args.finished_stride, ", an entry has ", args.chain.component.head_dim));
   }
   return absl::OkStatus();
 }

@@ -37,19 +37,19 @@ inline LogitsTuning logits_tuning(int compute_major, int compute_minor, bool sm9
 
 // select_topk. A row a compute capability; "by analogy" where no such GPU was at hand.
 struct SelectTuning {
-  int major;                      // compute capability
-  int cluster_max;                // blocks that may share a row
-  int widest_cluster_rows_max;    // up to so many rows clusters of more than 8 are used
-  int part_entries_min;           // a part of a row is at least so long
-  int capacity_min;               // rank keys a buffer holds at least
-  int shared_rows_k_max;          // above this k a block takes the whole multiprocessor, so that its buffer fits
-  int64_t shared_bytes_of_two;    // dynamic shared memory with which two blocks share a multiprocessor
+  int major;                    // compute capability
+  int cluster_max;              // blocks that may share a row
+  int widest_cluster_rows_max;  // up to so many rows clusters of more than 8 are used
+  int part_entries_min;         // a part of a row is at least so long
+  int capacity_min;             // rank keys a buffer holds at least
+  int shared_rows_k_max;        // above this k a block takes the whole multiprocessor, so that its buffer fits
+  int64_t shared_bytes_of_two;  // dynamic shared memory with which two blocks share a multiprocessor
 };
 
 inline constexpr SelectTuning kSelectTuning[] = {
     {9, 16, 4, 4096, 4096, 2048, 112 * 1024},   // H200
     {10, 16, 4, 4096, 4096, 2048, 112 * 1024},  // by analogy with 9.0
-    {12, 8, 0, 4096, 4096, 1024, 49 * 1024},       // by analogy; 99 KB a block
+    {12, 8, 0, 4096, 4096, 1024, 49 * 1024},    // by analogy; 99 KB a block
 };
 
 inline constexpr const SelectTuning& select_tuning(int major) {

@@ -27,11 +27,10 @@ inline constexpr uint64_t kXxhPrime64_5 = 0x27D4EB2F165667C5ull;
 // The default secret's 24 words, little endian.
 inline constexpr int kXxhSecretWords = 24;
 __device__ constexpr uint64_t kXxhSecret[kXxhSecretWords] = {
-    0xbe4ba423396cfeb8ull, 0x1cad21f72c81017cull, 0xdb979083e96dd4deull, 0x1f67b3b7a4a44072ull,
-    0x78e5c0cc4ee679cbull, 0x2172ffcc7dd05a82ull, 0x8e2443f7744608b8ull, 0x4c263a81e69035e0ull,
-    0xcb00c391bb52283cull, 0xa32e531b8b65d088ull, 0x4ef90da297486471ull, 0xd8acdea946ef1938ull,
-    0x3f349ce33f76faa8ull, 0x1d4f0bc7c7bbdcf9ull, 0x3159b4cd4be0518aull, 0x647378d9c97e9fc8ull,
-    0xc3ebd33483acc5eaull, 0xeb6313faffa081c5ull, 0x49daf0b751dd0d17ull, 0x9e68d429265516d3ull,
+    0xbe4ba423396cfeb8ull, 0x1cad21f72c81017cull, 0xdb979083e96dd4deull, 0x1f67b3b7a4a44072ull, 0x78e5c0cc4ee679cbull,
+    0x2172ffcc7dd05a82ull, 0x8e2443f7744608b8ull, 0x4c263a81e69035e0ull, 0xcb00c391bb52283cull, 0xa32e531b8b65d088ull,
+    0x4ef90da297486471ull, 0xd8acdea946ef1938ull, 0x3f349ce33f76faa8ull, 0x1d4f0bc7c7bbdcf9ull, 0x3159b4cd4be0518aull,
+    0x647378d9c97e9fc8ull, 0xc3ebd33483acc5eaull, 0xeb6313faffa081c5ull, 0x49daf0b751dd0d17ull, 0x9e68d429265516d3ull,
     0xfca1477d58be162bull, 0xce31d07ad1b8f88full, 0x280416958f3acb45ull, 0x7e404bbbcafbd7afull,
 };
 
@@ -47,16 +46,13 @@ struct XxhState {
   uint64_t even = 0;
   uint64_t odd = 0;
 
-  __device__ __forceinline__ XxhState(const uint64_t* words, uint64_t seed_in, int j)
-      : secret(words), seed(seed_in), quarter(j) {
+  __device__ __forceinline__ XxhState(const uint64_t* words, uint64_t seed_in, int j) : secret(words), seed(seed_in), quarter(j) {
     even = j == 0 ? uint64_t{kXxhPrime32_3} : j == 1 ? kXxhPrime64_2 : j == 2 ? kXxhPrime64_4 : kXxhPrime64_5;
     odd = j == 0 ? kXxhPrime64_1 : j == 1 ? kXxhPrime64_3 : j == 2 ? uint64_t{kXxhPrime32_2} : uint64_t{kXxhPrime32_1};
   }
 
   // Seeded secret word at 8 x index.
-  __device__ __forceinline__ uint64_t word(int index) const {
-    return secret[index] + ((index & 1) ? uint64_t{0} - seed : seed);
-  }
+  __device__ __forceinline__ uint64_t word(int index) const { return secret[index] + ((index & 1) ? uint64_t{0} - seed : seed); }
   // Seeded secret word at any byte.
   __device__ __forceinline__ uint64_t word_at_byte(int byte) const {
     const int index = byte >> 3;

@@ -35,7 +35,7 @@
 namespace needle::attach {
 
 inline constexpr uint32_t kMagic = 0x6C64654Eu;  // "Nedl"
-inline constexpr uint16_t kVersion = 2;  // 2: Hello says who is asking and from which epoch its held pages are
+inline constexpr uint16_t kVersion = 2;          // 2: Hello says who is asking and from which epoch its held pages are
 inline constexpr int kFdsPerMessageMax = 253;
 // One datagram. Holds the longest format texts (3 x 4 KiB) and some thousands of held pages; far below the kernel's
 // default socket buffer (208 KiB).
@@ -116,14 +116,14 @@ static_assert(sizeof(Hello) == 56);
 
 struct PoolWire {
   uint32_t pool = 0;
-  uint32_t kind = 0;          // 0 paged, 1 window, 2 state
+  uint32_t kind = 0;  // 0 paged, 1 window, 2 state
   uint64_t epoch = 0;
-  int64_t page_bytes = 0;     // the stride; 0: this model has no such pool
+  int64_t page_bytes = 0;  // the stride; 0: this model has no such pool
   int64_t page_tokens = 0;
   int64_t chunk_bytes = 0;
-  int64_t chunks_max = 0;     // reserve chunks_max x chunk_bytes of addresses; page i lies at base + i x page_bytes
-  int64_t words_offset = 0;   // byte of the metadata mapping where this pool's page words begin
-  int64_t page_count_max = 0; // words there, one a page index
+  int64_t chunks_max = 0;      // reserve chunks_max x chunk_bytes of addresses; page i lies at base + i x page_bytes
+  int64_t words_offset = 0;    // byte of the metadata mapping where this pool's page words begin
+  int64_t page_count_max = 0;  // words there, one a page index
 };
 static_assert(sizeof(PoolWire) == 64);
 
@@ -133,7 +133,7 @@ struct Welcome {
   uint64_t session = 0;
   uint64_t incarnation = 0;
   uint8_t secret[kSecretBytes] = {};
-  uint64_t held_lease = 0;      // 0 when nothing held is still good
+  uint64_t held_lease = 0;  // 0 when nothing held is still good
   int64_t metadata_bytes = 0;
   int64_t counters_bytes = 0;
   uint32_t heartbeat_ms = 0;

@@ -27,15 +27,15 @@ struct ReadCounters {
   uint32_t sample_bytes;
   uint32_t sample_count;
   uint32_t reserved;
-  std::atomic<uint64_t> reads;           // read_topk calls that ended
-  std::atomic<uint64_t> queries;         // query tokens in them
+  std::atomic<uint64_t> reads;    // read_topk calls that ended
+  std::atomic<uint64_t> queries;  // query tokens in them
   std::atomic<uint64_t> entries_scored;
-  std::atomic<uint64_t> bytes_read;      // of index-K
+  std::atomic<uint64_t> bytes_read;  // of index-K
   std::atomic<uint64_t> nan_scores;
   std::atomic<uint64_t> absent_entries;
-  std::atomic<uint64_t> stale_reads;     // refused because a right was revoked or a generation had moved
-  std::atomic<uint64_t> exact_rescans;   // OpReport::fallbacks
-  std::atomic<uint64_t> stores;          // store_* launches
+  std::atomic<uint64_t> stale_reads;    // refused because a right was revoked or a generation had moved
+  std::atomic<uint64_t> exact_rescans;  // OpReport::fallbacks
+  std::atomic<uint64_t> stores;         // store_* launches
   std::atomic<uint64_t> rows_stored;
   std::atomic<uint64_t> rows_skipped;
   std::atomic<uint64_t> latency[kReadLatencyBuckets];

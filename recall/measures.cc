@@ -52,8 +52,7 @@ std::vector<int32_t> exact_topk(std::span<const double> logits, int64_t k) {
   std::vector<int32_t> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
   const auto kept = static_cast<std::ptrdiff_t>(std::min<int64_t>(k, static_cast<int64_t>(order.size())));
-  std::partial_sort(order.begin(), order.begin() + kept, order.end(),
-                    [&](int32_t a, int32_t b) { return ranks_before(logits, a, b); });
+  std::partial_sort(order.begin(), order.begin() + kept, order.end(), [&](int32_t a, int32_t b) { return ranks_before(logits, a, b); });
   order.resize(static_cast<size_t>(kept));
   return order;
 }
@@ -74,8 +73,7 @@ double overlap(std::span<const int32_t> served, std::span<const int32_t> referen
   return static_cast<double>(shared) / static_cast<double>(reference.size());
 }
 
-SelectionVerdict judge_selection(std::span<const int32_t> served, std::span<const double> logits, int64_t k,
-                                 double relative_tolerance) {
+SelectionVerdict judge_selection(std::span<const int32_t> served, std::span<const double> logits, int64_t k, double relative_tolerance) {
   SelectionVerdict verdict;
   const auto entries = static_cast<int64_t>(logits.size());
   std::unordered_set<int32_t> have;

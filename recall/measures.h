@@ -44,7 +44,6 @@ struct SelectionVerdict {
 };
 
 // Compares a served selection (no padding) with the float64 logits. `relative_tolerance` is of the k-th logit's size.
-SelectionVerdict judge_selection(std::span<const int32_t> served, std::span<const double> logits, int64_t k,
-                                 double relative_tolerance);
+SelectionVerdict judge_selection(std::span<const int32_t> served, std::span<const double> logits, int64_t k, double relative_tolerance);
 
 }  // namespace needle::recall

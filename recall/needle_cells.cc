@@ -12,11 +12,10 @@ namespace needle::recall {
 absl::StatusOr<NeedleCell> make_needle_cell(int64_t haystack_keys, NeedleSpan needle, int64_t entries, double depth) {
   const int64_t window = needle.start / kWindowKeys;
   const int64_t window_begin = window * kWindowKeys;
-  if (haystack_keys % kWindowKeys != 0 || needle.start < 0 || needle.end <= needle.start ||
-      needle.end > haystack_keys || needle.end > window_begin + kWindowKeys) {
-    return absl::InvalidArgumentError(absl::StrCat("needle span [", needle.start, ", ", needle.end,
-                                                   ") is not inside one window of ", kWindowKeys, " keys of a haystack of ",
-                                                   haystack_keys));
+  if (haystack_keys % kWindowKeys != 0 || needle.start < 0 || needle.end <= needle.start || needle.end > haystack_keys ||
+      needle.end > window_begin + kWindowKeys) {
+    return absl::InvalidArgumentError(absl::StrCat("needle span [", needle.start, ", ", needle.end, ") is not inside one window of ",
+                                                   kWindowKeys, " keys of a haystack of ", haystack_keys));
   }
   if (!(depth >= 0 && depth <= 1)) {
     return absl::InvalidArgumentError(absl::StrCat("needle depth ", depth, " is not in 0..1"));
@@ -25,8 +24,7 @@ absl::StatusOr<NeedleCell> make_needle_cell(int64_t haystack_keys, NeedleSpan ne
   NeedleCell cell;
   if (entries < kWindowKeys) {
     if (entries < length) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("a context of ", entries, " entries cannot hold a needle of ", length));
+      return absl::InvalidArgumentError(absl::StrCat("a context of ", entries, " entries cannot hold a needle of ", length));
     }
     // The first key such that the span begins at depth x the room left, kept inside the window.
     const auto wanted = static_cast<int64_t>(std::floor(depth * static_cast<double>(entries - length)));

@@ -39,11 +39,11 @@ class Ledger {
     const PageState found = pool.state(ref.page.index);
     const bool state_fits = found == wanted || (wanted == PageState::kSealed && found == PageState::kDraining);
     if (status_.ok() && (!state_fits || pool.records().generation(ref.page.index) != ref.page.generation)) {
-      status_ = make_error(ErrorCode::kBug, "a right names page " + std::to_string(ref.page.index.value()) + " generation " +
-                                                std::to_string(ref.page.generation.value()) + " of pool " +
-                                                std::to_string(ref.pool.value()) + ", which is " +
-                                                kPageStateNames[static_cast<size_t>(found)] + " in generation " +
-                                                std::to_string(pool.records().generation(ref.page.index).value()));
+      status_ =
+          make_error(ErrorCode::kBug, "a right names page " + std::to_string(ref.page.index.value()) + " generation " +
+                                          std::to_string(ref.page.generation.value()) + " of pool " + std::to_string(ref.pool.value()) +
+                                          ", which is " + kPageStateNames[static_cast<size_t>(found)] + " in generation " +
+                                          std::to_string(pool.records().generation(ref.page.index).value()));
     }
     return at(ref);
   }
@@ -110,8 +110,8 @@ absl::Status audit_state(const State& state) {
         const uint32_t reserved = pool->class_of(index) == PageClass::kReserved ? 1 : 0;
         if (info.leases == expected[page].leases && info.pins == expected[page].pins && reserved == expected[page].owners) continue;
         return make_error(ErrorCode::kBug, "pool " + std::to_string(pool->id().value()) + " page " + std::to_string(page) +
-                                               " has leases/pins/owners " + std::to_string(info.leases) + "/" +
-                                               std::to_string(info.pins) + "/" + std::to_string(reserved) + ", the tables give " +
+                                               " has leases/pins/owners " + std::to_string(info.leases) + "/" + std::to_string(info.pins) +
+                                               "/" + std::to_string(reserved) + ", the tables give " +
                                                std::to_string(expected[page].leases) + "/" + std::to_string(expected[page].pins) + "/" +
                                                std::to_string(expected[page].owners));
       }

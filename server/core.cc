@@ -68,8 +68,7 @@ Snapshot snapshot_of(const State& state) {
   for (const auto& [id, session] : state.sessions.all()) {
     snapshot.sessions.push_back({id, session->process, session->standing != Standing::kLive,
                                  static_cast<int64_t>(state.tickets.of_session(id).size()),
-                                 static_cast<int64_t>(state.leases.of_session(id).size()),
-                                 static_cast<int64_t>(session->pins.size())});
+                                 static_cast<int64_t>(state.leases.of_session(id).size()), static_cast<int64_t>(session->pins.size())});
   }
   snapshot.tickets_open = state.tickets.size();
   snapshot.leases_open = state.leases.size();

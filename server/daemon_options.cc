@@ -42,10 +42,11 @@ constexpr size_t kListMax = 256;
 const std::vector<OptionRow<DaemonOptions>>& option_table() {
   static const auto* const table = new std::vector<OptionRow<DaemonOptions>>{
       // --- node
-      {"node.name", K::kText, &D::node_name, "", "1..63 of a-z 0-9 . _ -", false,
-       "Name of this daemon: what its peers call it.", "Empty: the host's name and the instance, so that two daemons on a host differ."},
+      {"node.name", K::kText, &D::node_name, "", "1..63 of a-z 0-9 . _ -", false, "Name of this daemon: what its peers call it.",
+       "Empty: the host's name and the instance, so that two daemons on a host differ."},
       {"node.instance", K::kCount, &D::node_instance, "0", "0..63", false,
-       "Which daemon of this host it is. Default ports are 7420 and 7421 plus twice this number; default sockets lie in a folder of this name.",
+       "Which daemon of this host it is. Default ports are 7420 and 7421 plus twice this number; default sockets lie in a folder of this "
+       "name.",
        "One daemon a host is the usual case."},
       {"node.runtime_dir", K::kText, &D::node_runtime_dir, "", "path", false,
        "Folder of the Unix sockets (attach.sock, grpc.sock, keeper.sock); made with mode 0700.",
@@ -75,11 +76,11 @@ const std::vector<OptionRow<DaemonOptions>>& option_table() {
        "How often peers exchange incarnation, formats and transport address; four silent periods mean that a peer is silent.",
        "A peer's death is known after two seconds, within the five in which all that it held must be free."},
       // --- memory
-      {"memory.bytes", K::kSize, &D::memory_bytes, "0", "0 or 16M..16T", true,
-       "Budget of all pools together, scratch included.",
+      {"memory.bytes", K::kSize, &D::memory_bytes, "0", "0 or 16M..16T", true, "Budget of all pools together, scratch included.",
        "0: memory.fraction when that is set, else the lesser of 1 GiB and half of the memory available at start."},
       {"memory.fraction", K::kFraction, &D::memory_fraction, "0", "0..0.95", false,
-       "The budget as a share of the memory available at start: the lesser of MemAvailable and the cgroup's headroom, read once, before the first chunk.",
+       "The budget as a share of the memory available at start: the lesser of MemAvailable and the cgroup's headroom, read once, before "
+       "the first chunk.",
        "0: not used. Only one of memory.bytes and memory.fraction may be set."},
       {"memory.bytes_max", K::kSize, &D::memory_bytes_max, "0", "0 or 16M..16T", false,
        "How far a live resize may grow the budget: fixes address ranges and the metadata region.",
@@ -93,11 +94,13 @@ const std::vector<OptionRow<DaemonOptions>>& option_table() {
       {"memory.huge_pages", K::kChoice, &D::memory_huge_pages, "try", "off|try|require", false,
        "2 MiB pages for pool memory: reserved huge pages first, then transparent ones. What was had is logged and shown.",
        "Fewer TLB misses where they exist; a machine without them should still start."},
-      {"memory.numa_node", K::kCount, &D::memory_numa_node, "-1", "-1..1023", false,
-       "NUMA node that chunks are bound to.", "-1: not bound, the kernel's policy decides."},
+      {"memory.numa_node", K::kCount, &D::memory_numa_node, "-1", "-1..1023", false, "NUMA node that chunks are bound to.",
+       "-1: not bound, the kernel's policy decides."},
       {"memory.keeper", K::kText, &D::memory_keeper, "auto", "auto|none|systemd|PATH of a keeper's socket", false,
-       "Who holds the memory's descriptors over a daemon's death. Set memory.bytes too: another budget at the restart would not fit what was kept.",
-       "auto: systemd's descriptor store when $NOTIFY_SOCKET is there, else keeper.sock in the runtime folder when one listens, else nobody."},
+       "Who holds the memory's descriptors over a daemon's death. Set memory.bytes too: another budget at the restart would not fit what "
+       "was kept.",
+       "auto: systemd's descriptor store when $NOTIFY_SOCKET is there, else keeper.sock in the runtime folder when one listens, else "
+       "nobody."},
       // --- attach
       {"attach.uids", K::kList, &D::attach_uids, "", "numeric user ids, up to 256", false,
        "Users besides the daemon's own (and root) whose processes may attach.", "None: memory is shared within one user."},
@@ -105,12 +108,13 @@ const std::vector<OptionRow<DaemonOptions>>& option_table() {
       {"transport.kind", K::kChoice, &D::transport_kind, "auto", "auto|ucx|none", false,
        "How pages move between daemons. `none` ships nothing.", "auto: UCX where it starts, else none, and health says so."},
       {"transport.devices", K::kText, &D::transport_devices, "", "UCX device names, such as lo or mlx5_0:1", false,
-       "Network devices that UCX may use.", "Empty: lo when listen.grpc is on loopback, else all. What is reachable for control is reachable for pages."},
+       "Network devices that UCX may use.",
+       "Empty: lo when listen.grpc is on loopback, else all. What is reachable for control is reachable for pages."},
       {"transport.lanes", K::kText, &D::transport_lanes, "", "UCX transports, such as tcp,posix,sysv", false,
        "UCX transports that may be used.", "Empty: all that UCX has; the start-up probe chooses among them by measurement."},
       // --- sessions, tickets, leases
-      {"session.heartbeat", K::kDuration, &D::session_heartbeat_ms, "500ms", "50ms..60s", false,
-       "How often a client says that it lives.", "Four may be missed before its silence counts."},
+      {"session.heartbeat", K::kDuration, &D::session_heartbeat_ms, "500ms", "50ms..60s", false, "How often a client says that it lives.",
+       "Four may be missed before its silence counts."},
       {"session.silence", K::kDuration, &D::session_silence_ms, "2s", "200ms..10m", false,
        "Silence after which a client's rights end. At least twice session.heartbeat.", "All rights back within five seconds of a death."},
       {"session.count_max", K::kCount, &D::session_count_max, "1024", "1..65534", false, "Attached clients at once.",
@@ -124,8 +128,7 @@ const std::vector<OptionRow<DaemonOptions>>& option_table() {
       {"lease.duration", K::kDuration, &D::lease_duration_ms, "4s", "500ms..10m", false,
        "Leases of remote readers, which only time can end. Attached clients' leases last as long as they do.",
        "Eight heartbeats; pages of a lost reader come back within five seconds."},
-      {"lease.count_max", K::kCount, &D::lease_count_max, "65536", "1..16777216", false, "Open leases at once.",
-       "One a running sequence."},
+      {"lease.count_max", K::kCount, &D::lease_count_max, "65536", "1..16777216", false, "Open leases at once.", "One a running sequence."},
       {"request.pages_max", K::kCount, &D::request_pages_max, "65536", "64..1048576", false, "Pages one request may name.",
        "16 million tokens of V4; a message stays below 2 MB."},
       {"request.retry_after", K::kDuration, &D::request_retry_after_ms, "20ms", "1ms..60s", false,
@@ -171,8 +174,8 @@ const std::vector<OptionRow<PoolOptions>>& pool_option_table() {
        "How an fp8 or fp4 scale is made.", "amax for fp8, power_of_two for fp4."},
       {"main_kv", K::kChoice, &P::main_kv, "usual", "usual|bf16|fp8_ds_mla|fp8_v32", false, "Element format of the main KV.",
        "fp8_ds_mla for V4, fp8_v32 for V3.2 and GLM-5: what their kernels read."},
-      {"window_page_tokens", K::kCount, &P::window_page_tokens, "64", "64..256", false, "Tokens a window page: 64, or 256 as SGLang has it.",
-       "A hand-over moves a quarter of the bytes."},
+      {"window_page_tokens", K::kCount, &P::window_page_tokens, "64", "64..256", false,
+       "Tokens a window page: 64, or 256 as SGLang has it.", "A hand-over moves a quarter of the bytes."},
       {"ratio128_state", K::kChoice, &P::ratio128_state, "running", "running|raw", false, "How ratio-128 compressor state is carried.",
        "0.12 MB a sequence where raw rows take 10.5."},
       {"speculative_rows", K::kCount, &P::speculative_rows, "0", "0..8", false, "Unaccepted tokens that state records can hold.",
@@ -217,9 +220,8 @@ std::string shown(absl::string_view text) {
 
 bool is_name(absl::string_view text) {
   if (text.empty() || text.size() > 63) return false;
-  return std::all_of(text.begin(), text.end(), [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.' || c == '_' || c == '-';
-  });
+  return std::all_of(text.begin(), text.end(),
+                     [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.' || c == '_' || c == '-'; });
 }
 
 std::string flag_of(const char* name) {
@@ -485,7 +487,8 @@ class Parser {
     if (parsed_.options.pools.size() >= kPoolsMax) {
       const bool known = std::any_of(parsed_.options.pools.begin(), parsed_.options.pools.end(),
                                      [&](const PoolOptions& pool) { return pool.name == std::string(name); });
-      if (!known) return invalid(absl::StrCat("pool ", shown(name), " (", source, ") is one more than the ", kPoolsMax, " that a daemon holds"));
+      if (!known)
+        return invalid(absl::StrCat("pool ", shown(name), " (", source, ") is one more than the ", kPoolsMax, " that a daemon holds"));
     }
     return absl::OkStatus();
   }
@@ -498,8 +501,8 @@ class Parser {
                                   near.empty() ? "" : absl::StrCat("; did you mean ", near, "?")));
     }
     if (absl::Status status = set_value(pool(name), *row, text); !status.ok()) {
-      return invalid(absl::StrCat("option pool.", name, ".", row->name, " (", source, "): ", shown(text), " is ",
-                                  reason_of(status), "; it takes ", row->bounds));
+      return invalid(absl::StrCat("option pool.", name, ".", row->name, " (", source, "): ", shown(text), " is ", reason_of(status),
+                                  "; it takes ", row->bounds));
     }
     source_[absl::StrCat("pool.", name, ".", row->name)] = {std::string(text), source};
     return absl::OkStatus();
@@ -564,7 +567,8 @@ class Parser {
       const std::string section_name(section_key.str());
       const toml::table* keys = section.as_table();
       if (keys == nullptr) {
-        return invalid(absl::StrCat("unknown option ", shown(section_name), " (", source, "); options stand in sections, such as [memory]"));
+        return invalid(
+            absl::StrCat("unknown option ", shown(section_name), " (", source, "); options stand in sections, such as [memory]"));
       }
       for (const auto& [key, value] : *keys) {
         const std::string name = std::string(key.str());
@@ -603,10 +607,9 @@ class Parser {
 
   absl::Status take_environment(const std::vector<std::string>& environment) {
     // Variables of the build, the tests and the client library, which share the prefix.
-    static const std::set<std::string> others = {"NEEDLE_CONFIG",     "NEEDLE_JOBS",          "NEEDLE_ACCEPT",
-                                                 "NEEDLE_GOLDEN_DIR", "NEEDLE_VECTORS_DIR",   "NEEDLE_COUNTS_FILE",
-                                                 "NEEDLE_REQUIRE_CUDA", "NEEDLE_TARGET",      "NEEDLE_SOCKET",
-                                                 "NEEDLE_RUNTIME_DIR", "NEEDLE_TEST_SEED"};
+    static const std::set<std::string> others = {"NEEDLE_CONFIG",      "NEEDLE_JOBS",        "NEEDLE_ACCEPT",       "NEEDLE_GOLDEN_DIR",
+                                                 "NEEDLE_VECTORS_DIR", "NEEDLE_COUNTS_FILE", "NEEDLE_REQUIRE_CUDA", "NEEDLE_TARGET",
+                                                 "NEEDLE_SOCKET",      "NEEDLE_RUNTIME_DIR", "NEEDLE_TEST_SEED"};
     std::vector<std::string> sorted = environment;
     std::sort(sorted.begin(), sorted.end());  // the first error named doesn't depend on the shell's order
     for (const std::string& variable : sorted) {
@@ -618,7 +621,8 @@ class Parser {
       if (others.count(name) > 0) continue;
       if (name == "NEEDLE_POOLS") {
         for (absl::string_view text : absl::StrSplit(value, ';', absl::SkipWhitespace())) {
-          if (absl::Status status = take_pool_text(absl::StripAsciiWhitespace(text), "environment NEEDLE_POOLS"); !status.ok()) return status;
+          if (absl::Status status = take_pool_text(absl::StripAsciiWhitespace(text), "environment NEEDLE_POOLS"); !status.ok())
+            return status;
         }
         continue;
       }
@@ -631,7 +635,8 @@ class Parser {
           break;
         }
       }
-      if (match == nullptr) return invalid(absl::StrCat("unknown variable ", shown(name), "; `needled --help` lists all that begin with NEEDLE_"));
+      if (match == nullptr)
+        return invalid(absl::StrCat("unknown variable ", shown(name), "; `needled --help` lists all that begin with NEEDLE_"));
       if (absl::Status status = set(*match, value, absl::StrCat("environment ", name)); !status.ok()) return status;
     }
     return absl::OkStatus();
@@ -642,7 +647,8 @@ class Parser {
     for (size_t i = 0; i < arguments.size(); ++i) {
       std::string flag = arguments[i];
       if (actions.count(flag) > 0) continue;
-      if (!absl::StartsWith(flag, "--")) return invalid(absl::StrCat("argument ", shown(flag), " is not a flag; `needled --help` lists them"));
+      if (!absl::StartsWith(flag, "--"))
+        return invalid(absl::StrCat("argument ", shown(flag), " is not a flag; `needled --help` lists them"));
       std::string value;
       const size_t equals = flag.find('=');
       const bool joined = equals != std::string::npos;
@@ -650,7 +656,10 @@ class Parser {
         value = flag.substr(equals + 1);
         flag.resize(equals);
       }
-      const std::string option = flag == "--peer" ? "peers.static" : flag == "--instance" ? "node.instance" : flag == "--name" ? "node.name" : "";
+      const std::string option = flag == "--peer"       ? "peers.static"
+                                 : flag == "--instance" ? "node.instance"
+                                 : flag == "--name"     ? "node.name"
+                                                        : "";
       const OptionRow<DaemonOptions>* row = nullptr;
       for (const auto& candidate : option_table()) {
         if (flag_of(candidate.name) == flag || option == candidate.name) row = &candidate;
@@ -660,7 +669,8 @@ class Parser {
         std::string plain = flag.substr(2);
         std::replace(plain.begin(), plain.end(), '-', '.');
         const std::string near = nearest(option_table(), plain);
-        return invalid(absl::StrCat("unknown flag ", shown(flag), near.empty() ? "" : absl::StrCat("; did you mean ", flag_of(near.c_str()), "?"),
+        return invalid(absl::StrCat("unknown flag ", shown(flag),
+                                    near.empty() ? "" : absl::StrCat("; did you mean ", flag_of(near.c_str()), "?"),
                                     " `needled --help` lists them all"));
       }
       if (!joined) {
@@ -672,7 +682,8 @@ class Parser {
         }
       }
       if (flag == "--config") continue;
-      absl::Status status = flag == "--pool" ? take_pool_text(value, "flag --pool") : set(row->name, value, absl::StrCat("flag ", flag), true);
+      absl::Status status =
+          flag == "--pool" ? take_pool_text(value, "flag --pool") : set(row->name, value, absl::StrCat("flag ", flag), true);
       if (!status.ok()) return status;
     }
     return absl::OkStatus();
@@ -682,7 +693,8 @@ class Parser {
     DaemonOptions& options = parsed_.options;
     if (options.pools.empty()) pool("default");
     if (!options.node_name.empty() && !is_name(options.node_name)) {
-      return invalid(absl::StrCat("option node.name (", source_["node.name"].source, "): ", shown(options.node_name), " is not 1..63 of a-z 0-9 . _ -"));
+      return invalid(absl::StrCat("option node.name (", source_["node.name"].source, "): ", shown(options.node_name),
+                                  " is not 1..63 of a-z 0-9 . _ -"));
     }
     const auto both = [&](const char* a, const char* b, const std::string& why) {
       return invalid(absl::StrCat("options ", a, " (", source_[a].source, ": ", shown(source_[a].value), ") and ", b, " (",
@@ -712,9 +724,11 @@ class Parser {
     std::set<std::string> peer_names;
     for (const std::string& peer : options.peers) {
       absl::StatusOr<PeerName> parsed = parse_peer(peer);
-      if (!parsed.ok()) return invalid(absl::StrCat("option peers.static (", source_["peers.static"].source, "): ", reason_of(parsed.status())));
+      if (!parsed.ok())
+        return invalid(absl::StrCat("option peers.static (", source_["peers.static"].source, "): ", reason_of(parsed.status())));
       if (!peer_names.insert(parsed->name).second) {
-        return invalid(absl::StrCat("option peers.static (", source_["peers.static"].source, "): peer ", shown(parsed->name), " is named twice"));
+        return invalid(
+            absl::StrCat("option peers.static (", source_["peers.static"].source, "): peer ", shown(parsed->name), " is named twice"));
       }
     }
     for (const std::string& uid : options.attach_uids) {
@@ -904,7 +918,8 @@ std::string options_reference() {
     const std::string its_section = name.substr(0, name.find('.'));
     if (its_section != section) {
       section = its_section;
-      absl::StrAppend(&text, "\n## [", section, "]\n\n| option | kind and bounds | default | live | what it is, and why this default |\n|---|---|---|---|---|\n");
+      absl::StrAppend(&text, "\n## [", section,
+                      "]\n\n| option | kind and bounds | default | live | what it is, and why this default |\n|---|---|---|---|---|\n");
     }
     absl::StrAppend(&text, "| `", name, "` | ", kind_name(row.kind), *row.bounds == '\0' ? "" : ", ", in_table(row.bounds), " | ",
                     in_table(default_shown(row.default_text)), " | ", row.live ? "live" : "restart", " | ", in_table(row.meaning), " ",

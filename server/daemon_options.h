@@ -104,8 +104,7 @@ enum class OptionKind : uint8_t { kText, kSize, kDuration, kCount, kFraction, kS
 
 template <class Owner>
 struct OptionRow {
-  using Place = std::variant<int64_t Owner::*, double Owner::*, bool Owner::*, std::string Owner::*,
-                             std::vector<std::string> Owner::*>;
+  using Place = std::variant<int64_t Owner::*, double Owner::*, bool Owner::*, std::string Owner::*, std::vector<std::string> Owner::*>;
   const char* name;
   OptionKind kind;
   Place place;
@@ -135,12 +134,11 @@ struct ParsedOptions {
 };
 
 // `arguments` without the program's name; `environment` as NAME=VALUE. Reads the file that --config or NEEDLE_CONFIG names.
-absl::StatusOr<ParsedOptions> parse_options(const std::vector<std::string>& arguments,
-                                            const std::vector<std::string>& environment);
+absl::StatusOr<ParsedOptions> parse_options(const std::vector<std::string>& arguments, const std::vector<std::string>& environment);
 // The same with the file's text in hand; `path` is for messages only.
 absl::StatusOr<ParsedOptions> parse_options_with_file(const std::vector<std::string>& arguments,
-                                                      const std::vector<std::string>& environment,
-                                                      const std::string& path, absl::string_view file_text);
+                                                      const std::vector<std::string>& environment, const std::string& path,
+                                                      absl::string_view file_text);
 
 std::string options_help();
 std::string options_reference();  // docs/options.md

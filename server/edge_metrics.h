@@ -16,11 +16,12 @@
 
 namespace needle::server {
 
-#define NEEDLE_VERBS(X)                                                                                                     \
-  X(open_session) X(heartbeat) X(close_session) X(acknowledge) X(reserve) X(extend) X(publish) X(truncate) X(seal_pages)     \
-  X(seal_resume_point) X(seal) X(forfeit) X(adopt) X(lookup) X(acquire) X(release) X(recheck) X(read_topk) X(read_entries)   \
-  X(ship_start) X(ship_progress) X(ship_wait) X(ship_cancel) X(status) X(peers) X(add_peer) X(resize) X(resize_status)       \
-  X(resize_abort) X(evict) X(sequences) X(drain) X(audit) X(options) X(probe) X(hello) X(deliver)
+#define NEEDLE_VERBS(X)                                                                                                               \
+  X(open_session)                                                                                                                     \
+  X(heartbeat) X(close_session) X(acknowledge) X(reserve) X(extend) X(publish) X(truncate) X(seal_pages) X(seal_resume_point) X(seal) \
+      X(forfeit) X(adopt) X(lookup) X(acquire) X(release) X(recheck) X(read_topk) X(read_entries) X(ship_start) X(ship_progress)      \
+          X(ship_wait) X(ship_cancel) X(status) X(peers) X(add_peer) X(resize) X(resize_status) X(resize_abort) X(evict) X(sequences) \
+              X(drain) X(audit) X(options) X(probe) X(hello) X(deliver)
 
 enum class Verb : uint8_t {
 #define NEEDLE_VERB_ENUM(name) name,
@@ -36,7 +37,8 @@ inline constexpr std::array<const char*, kVerbCount> kVerbNames = {
 };
 
 // From a cached lookup (10 us) to a ship (a minute); times 4 each.
-inline constexpr std::array<double, 12> kDurationBounds = {1e-5, 4e-5, 1.6e-4, 6.4e-4, 2.56e-3, 1.024e-2, 4.096e-2, 0.164, 0.655, 2.62, 10.5, 42.0};
+inline constexpr std::array<double, 12> kDurationBounds = {1e-5,     4e-5,  1.6e-4, 6.4e-4, 2.56e-3, 1.024e-2,
+                                                           4.096e-2, 0.164, 0.655,  2.62,   10.5,    42.0};
 // Pages named by a request or its reply; 256 tokens each in V4.
 inline constexpr std::array<double, 9> kPagesBounds = {1, 4, 16, 64, 256, 1024, 4096, 16384, 65536};
 
@@ -65,7 +67,9 @@ class EdgeMetrics {
     if (pages > 0) pages_[row].add(kPagesBounds, static_cast<double>(pages));
   }
 
-  uint64_t outcome(Verb verb, size_t outcome) const { return outcomes_[static_cast<size_t>(verb)][outcome].load(std::memory_order_relaxed); }
+  uint64_t outcome(Verb verb, size_t outcome) const {
+    return outcomes_[static_cast<size_t>(verb)][outcome].load(std::memory_order_relaxed);
+  }
   static const char* outcome_name(size_t outcome) { return outcome == 0 ? "OK" : kErrorTable[outcome - 1].name; }
   const EdgeHistogram<12>& duration(Verb verb) const { return durations_[static_cast<size_t>(verb)]; }
   const EdgeHistogram<9>& pages(Verb verb) const { return pages_[static_cast<size_t>(verb)]; }

@@ -57,7 +57,7 @@ class Executor {
   Condition wake_;
   std::deque<Work> work_ ABSL_GUARDED_BY(mutex_);  // bounded by the loop's own queue, whose answers these are
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;     // last: it uses all of the above
+  std::thread thread_;  // last: it uses all of the above
 };
 
 }  // namespace needle::server

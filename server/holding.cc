@@ -12,9 +12,9 @@ absl::StatusOr<Session*> live_session(State& state, SessionId id) {
   Session* session = state.sessions.find(id);
   if (session == nullptr || session->standing != Standing::kLive) {
     state.probes.hit(Probe::stale_session_refused);
-    return make_error(ErrorCode::kStale, "session " + std::to_string(id.value()) +
-                                             (session == nullptr ? " is unknown here: attach again"
-                                                                 : " was revoked: acknowledge, then attach again"));
+    return make_error(ErrorCode::kStale,
+                      "session " + std::to_string(id.value()) +
+                          (session == nullptr ? " is unknown here: attach again" : " was revoked: acknowledge, then attach again"));
   }
   session->heard_ns = state.now_ns;
   return session;
@@ -86,7 +86,8 @@ absl::Status check_lease_id_unused(const State& state, SessionId session, LeaseI
 
 absl::Status check_no_ship(State& state, SessionId session, TicketId id) {
   if (state.ships.find(session, id) == nullptr) return absl::OkStatus();
-  return make_error(ErrorCode::kConflict, "ticket " + std::to_string(id.value()) + " is a ship that is under way: wait for it or cancel it");
+  return make_error(ErrorCode::kConflict,
+                    "ticket " + std::to_string(id.value()) + " is a ship that is under way: wait for it or cancel it");
 }
 
 namespace {
@@ -147,8 +148,7 @@ void forfeit_ticket(State& state, SessionId session, TicketId id, bool fenced) {
   NEEDLE_CHECK(holder != nullptr, "an open ticket has a session");
 
   std::vector<PageRef> own;
-  append(own, ticket->set, PoolKind::kPaged,
-         std::vector<PageId>(ticket->paged.begin() + ticket->pages_sealed, ticket->paged.end()));
+  append(own, ticket->set, PoolKind::kPaged, std::vector<PageId>(ticket->paged.begin() + ticket->pages_sealed, ticket->paged.end()));
   append(own, ticket->set, PoolKind::kPaged, ticket->duplicates);
   append(own, ticket->set, PoolKind::kWindow, ticket->window);
   append(own, ticket->set, PoolKind::kState, ticket->state);
@@ -174,15 +174,13 @@ void forfeit_ticket(State& state, SessionId session, TicketId id, bool fenced) {
     }
   }
   unlease_all(state, ticket->leased);
-  state.outcomes.remember({session, id.value(), OutcomeKey::kTicket},
-                          {OutcomeKind::kForfeited, ticket->sequence, LeaseId(), id, {}}, state.now_ns);
+  state.outcomes.remember({session, id.value(), OutcomeKey::kTicket}, {OutcomeKind::kForfeited, ticket->sequence, LeaseId(), id, {}},
+                          state.now_ns);
   state.outcomes.remember({SessionId(), ticket->sequence.value(), OutcomeKey::kSequence},
                           {OutcomeKind::kSequenceForfeited, ticket->sequence, LeaseId(), id, {}}, state.now_ns);
   state.probes.hit(Probe::ticket_forfeited);
 }
 
-uint16_t owner_slot(const Session& session) {
-  return session.slot < 0 ? kOwnerDaemon : static_cast<uint16_t>(session.slot);
-}
+uint16_t owner_slot(const Session& session) { return session.slot < 0 ? kOwnerDaemon : static_cast<uint16_t>(session.slot); }
 
 }  // namespace needle::server

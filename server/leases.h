@@ -38,8 +38,8 @@ struct Lease {
   SessionId session;  // none: a peer's
   LeaseId id;
   PoolSetId set;
-  PeerReader reader;      // when a peer's
-  SequenceId sequence;    // none: a bare prefix
+  PeerReader reader;    // when a peer's
+  SequenceId sequence;  // none: a bare prefix
   PageTable table;
   std::vector<PageRef> pages;
   int64_t expires_ns = kNever;

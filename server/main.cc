@@ -79,14 +79,16 @@ absl::Status make_runtime_dir(const std::string& path) {
                                                         "; set XDG_RUNTIME_DIR or --node-runtime-dir to a folder of this user"));
   }
   if (found.st_uid != ::geteuid()) {
-    return make_error(ErrorCode::kInvalid, absl::StrCat("the runtime folder ", path, " belongs to user ", found.st_uid, ", not to ", ::geteuid()));
+    return make_error(ErrorCode::kInvalid,
+                      absl::StrCat("the runtime folder ", path, " belongs to user ", found.st_uid, ", not to ", ::geteuid()));
   }
-  if (::chmod(path.c_str(), 0700) != 0) return make_error(ErrorCode::kInvalid, absl::StrCat("chmod 0700 ", path, ": ", std::strerror(errno)));
+  if (::chmod(path.c_str(), 0700) != 0)
+    return make_error(ErrorCode::kInvalid, absl::StrCat("chmod 0700 ", path, ": ", std::strerror(errno)));
   return absl::OkStatus();
 }
 
-std::unique_ptr<DescriptorStore> open_store(const std::string& choice, const std::string& runtime_dir, SystemdStore& systemd, bool under_systemd, Log& log,
-                                            absl::Status& failure) {
+std::unique_ptr<DescriptorStore> open_store(const std::string& choice, const std::string& runtime_dir, SystemdStore& systemd,
+                                            bool under_systemd, Log& log, absl::Status& failure) {
   class Borrowed final : public DescriptorStore {  // systemd's store also says READY, so main keeps it
    public:
     explicit Borrowed(DescriptorStore& store) : store_(store) {}
@@ -101,7 +103,8 @@ std::unique_ptr<DescriptorStore> open_store(const std::string& choice, const std
   };
   if (choice == "none") return std::make_unique<NoDescriptorStore>();
   if (choice == "systemd" || (choice == "auto" && under_systemd)) {
-    if (!under_systemd) failure = make_error(ErrorCode::kInvalid, "memory.keeper is systemd, but NOTIFY_SOCKET is not set; see deploy/needled.service");
+    if (!under_systemd)
+      failure = make_error(ErrorCode::kInvalid, "memory.keeper is systemd, but NOTIFY_SOCKET is not set; see deploy/needled.service");
     return std::make_unique<Borrowed>(systemd);
   }
   const std::string path = choice == "auto" ? runtime_dir + "/" + attach::kKeeperSocketName : choice;
@@ -115,8 +118,10 @@ std::unique_ptr<DescriptorStore> open_store(const std::string& choice, const std
 absl::Status check_keeper(const DaemonOptions& options) {
   const std::string& choice = options.memory_keeper;
   if (choice == "none" || choice == "auto" || options.memory_bytes != 0) return absl::OkStatus();
-  return make_error(ErrorCode::kInvalid, absl::StrCat("memory.keeper is ", choice, ", and memory.bytes is not set: a budget made of the memory available at start may "
-                                                      "be another after a restart, and what was kept would be lost; set memory.bytes, or memory.keeper = none"));
+  return make_error(ErrorCode::kInvalid,
+                    absl::StrCat("memory.keeper is ", choice,
+                                 ", and memory.bytes is not set: a budget made of the memory available at start may "
+                                 "be another after a restart, and what was kept would be lost; set memory.bytes, or memory.keeper = none"));
 }
 
 int run_keeper(const NodePlan& plan, const std::string& choice, int signals, Log& log) {
@@ -130,7 +135,8 @@ int run_keeper(const NodePlan& plan, const std::string& choice, int signals, Log
   return 0;
 }
 
-int run_node(const ParsedOptions& parsed, const NodePlan& plan, DescriptorStore& store, std::vector<KeptDescriptor> kept, SystemdStore& systemd, int signals, Log& log) {
+int run_node(const ParsedOptions& parsed, const NodePlan& plan, DescriptorStore& store, std::vector<KeptDescriptor> kept,
+             SystemdStore& systemd, int signals, Log& log) {
   absl::StatusOr<std::unique_ptr<Node>> node = Node::start(parsed, plan, store, std::move(kept), log);
   if (!node.ok()) return complain(node.status(), 2);
   systemd.notify("READY=1");
@@ -145,7 +151,8 @@ int run_node(const ParsedOptions& parsed, const NodePlan& plan, DescriptorStore&
     if (wait_for_signal(signals, 50)) break;  // a second signal: at once
     drained = (*node)->drained();
   }
-  log.write(drained ? LogLevel::kInfo : LogLevel::kWarning, drained ? "drained" : "drain_cut_off", {{"deadline_ms", absl::StrCat(parsed.options.stop_deadline_ms)}});
+  log.write(drained ? LogLevel::kInfo : LogLevel::kWarning, drained ? "drained" : "drain_cut_off",
+            {{"deadline_ms", absl::StrCat(parsed.options.stop_deadline_ms)}});
   (*node)->stop();
   return drained ? 0 : 3;
 }
@@ -163,8 +170,10 @@ int main_of(const std::vector<std::string>& arguments) {
   if (!parsed.ok()) return complain(parsed.status(), 1);
 
   const DaemonOptions& options = parsed->options;
-  const LogLevel least = options.log_level == "debug" ? LogLevel::kDebug : options.log_level == "warning" ? LogLevel::kWarning
-                         : options.log_level == "error" ? LogLevel::kError : LogLevel::kInfo;
+  const LogLevel least = options.log_level == "debug"     ? LogLevel::kDebug
+                         : options.log_level == "warning" ? LogLevel::kWarning
+                         : options.log_level == "error"   ? LogLevel::kError
+                                                          : LogLevel::kInfo;
   StreamLog log(stderr, least);
   const FileDescriptor signals = stop_signals();
   rlimit files{};
@@ -195,17 +204,22 @@ int main_of(const std::vector<std::string>& arguments) {
   }
 
   // Only its places count here: the folder is where a keeper listens, and what the keeper kept counts as available below.
-  absl::StatusOr<NodePlan> places = plan_node(options, {.available_bytes = std::max(options.memory_bytes, 64 * kGiB), .host_name = surroundings.host_name, .xdg_runtime_dir = surroundings.xdg_runtime_dir});
+  absl::StatusOr<NodePlan> places = plan_node(options, {.available_bytes = std::max(options.memory_bytes, 64 * kGiB),
+                                                        .host_name = surroundings.host_name,
+                                                        .xdg_runtime_dir = surroundings.xdg_runtime_dir});
   if (!places.ok()) return complain(places.status(), 1);
   if (absl::Status status = make_runtime_dir(places->runtime_dir); !status.ok()) return complain(status, 2);
   if (parsed->action == OptionAction::kKeeper) return run_keeper(*places, options.memory_keeper, signals.get(), log);
 
   if (absl::Status status = check_keeper(options); !status.ok()) return complain(status, 1);
   absl::Status failure;
-  const std::unique_ptr<DescriptorStore> store = open_store(options.memory_keeper, places->runtime_dir, systemd, !notify_socket.empty(), log, failure);
+  const std::unique_ptr<DescriptorStore> store =
+      open_store(options.memory_keeper, places->runtime_dir, systemd, !notify_socket.empty(), log, failure);
   if (!failure.ok()) return complain(failure, 2);
   if (options.memory_bytes == 0 && store->kind() != "none") {
-    log.write(LogLevel::kWarning, "keeper_needs_memory_bytes", {{"store", store->kind()}, {"cause", "the budget may be another after a restart, and what was kept would be lost; set memory.bytes"}});
+    log.write(LogLevel::kWarning, "keeper_needs_memory_bytes",
+              {{"store", store->kind()},
+               {"cause", "the budget may be another after a restart, and what was kept would be lost; set memory.bytes"}});
   }
   std::vector<KeptDescriptor> kept = store->take_kept();
   for (const KeptDescriptor& descriptor : kept) {

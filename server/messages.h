@@ -61,8 +61,8 @@ struct Attach {
     Incarnation incarnation;
     int64_t heartbeat_ms = 0;  // how often to send Heartbeat
     std::array<PoolLayout, kPoolKinds> pools;
-    std::vector<PageRef> held;  // of the held pages: those that are still good, now under lease `held_lease`
-    LeaseId held_lease;         // none when `held` is empty
+    std::vector<PageRef> held;     // of the held pages: those that are still good, now under lease `held_lease`
+    LeaseId held_lease;            // none when `held` is empty
     std::vector<SessionId> ended;  // earlier sessions that ended with this call
   };
   std::string pool_set;
@@ -141,8 +141,8 @@ struct TicketView {
   TicketId ticket;
   int64_t tokens_reserved = 0;
   int64_t tokens_published = 0;
-  int64_t pages_sealed = 0;    // leading full pages that are sealed (shared ones included)
-  std::vector<PageId> paged;   // all positions from 0; the first `pages_shared` are other writers' and read-only
+  int64_t pages_sealed = 0;   // leading full pages that are sealed (shared ones included)
+  std::vector<PageId> paged;  // all positions from 0; the first `pages_shared` are other writers' and read-only
   int64_t pages_shared = 0;
   std::vector<PageId> window;  // a ring: the window page of token t is window[(t / window_tokens) % size]
   PageId state;
@@ -167,7 +167,7 @@ struct Reserve {
   TicketId ticket;
   SequenceId sequence;
   int64_t tokens = 0;
-  std::vector<PageName> names;               // of the full pages known now
+  std::vector<PageName> names;                // of the full pages known now
   std::vector<int64_t> resume_tokens_wanted;  // page boundaries: ends of prefill chunks, last full page of the prompt
 };
 struct Extend {  // reserves pages up to `tokens`, an absolute count; a smaller one than now changes nothing
@@ -226,9 +226,9 @@ struct Seal {
   TicketId ticket;
   uint64_t step = 0;
   int64_t tokens = 0;
-  std::vector<FullPageSeal> pages;           // remaining full pages
-  uint64_t partial_checksum = 0;             // of the last page, when tokens is not a multiple of page_tokens
-  std::vector<uint64_t> window_checksums;    // oldest first, of the window pages that cover the trailing window
+  std::vector<FullPageSeal> pages;         // remaining full pages
+  uint64_t partial_checksum = 0;           // of the last page, when tokens is not a multiple of page_tokens
+  std::vector<uint64_t> window_checksums;  // oldest first, of the window pages that cover the trailing window
   uint64_t state_checksum = 0;
   LeaseId lease;
 };
@@ -348,7 +348,7 @@ struct ListSequences {  // sealed sequences, latest used first
   struct Row {
     SequenceId sequence;
     int64_t tokens = 0;
-    int64_t pages = 0;   // of all kinds
+    int64_t pages = 0;  // of all kinds
     int64_t leases = 0;
   };
   struct Reply {
@@ -437,7 +437,7 @@ struct ShipOffer {
   int64_t first_page = 0;
   std::vector<ShippedPage> pages;
   bool complete = false;
-  int64_t tokens = 0;  // of the sequence, when complete
+  int64_t tokens = 0;                // of the sequence, when complete
   std::vector<ShippedPage> partial;  // none or one
   std::vector<ShippedPage> window;
   ShippedPage state;
@@ -514,10 +514,9 @@ struct Call {
 
 using Message =
     std::variant<Call<Attach>, Call<Heartbeat>, Call<Detach>, Call<Acknowledge>, Call<ChunkUnmapped>, SessionLost, ProcessDied,
-                 Call<Lookup>, Call<Acquire>, Call<Release>, Call<Recheck>, Call<Reserve>, Call<Extend>, Call<Publish>,
-                 Call<Truncate>, Call<SealPages>, Call<SealResumePoint>, Call<Seal>, Call<Forfeit>, Call<Adopt>,
-                 Call<ShipStart>, Call<ShipProgress>, Call<ShipWait>, Call<ShipCancel>, Call<Resize>, Call<ResizeStatus>,
-                 Call<ResizeAbort>, Call<Evict>, Call<ListSequences>, Call<Drain>, Call<Status>, Call<Audit>, PeerMessage, ChunkAllocated,
-                 TransportReady, Tick>;
+                 Call<Lookup>, Call<Acquire>, Call<Release>, Call<Recheck>, Call<Reserve>, Call<Extend>, Call<Publish>, Call<Truncate>,
+                 Call<SealPages>, Call<SealResumePoint>, Call<Seal>, Call<Forfeit>, Call<Adopt>, Call<ShipStart>, Call<ShipProgress>,
+                 Call<ShipWait>, Call<ShipCancel>, Call<Resize>, Call<ResizeStatus>, Call<ResizeAbort>, Call<Evict>, Call<ListSequences>,
+                 Call<Drain>, Call<Status>, Call<Audit>, PeerMessage, ChunkAllocated, TransportReady, Tick>;
 
 }  // namespace needle::server

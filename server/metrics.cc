@@ -18,14 +18,20 @@ const std::vector<MetricRow>& metric_table() {
   using T = MetricType;
   static const auto* const table = new std::vector<MetricRow>{
       {"needle_up", T::kGauge, "", "1 when the loop answered this scrape in time.", "Does the daemon still work, or only its HTTP thread?"},
-      {"needle_build_info", T::kInfo, "build,node,transport", "Always 1; what this is and how it ships.", "Which build runs where, and which transport was chosen?"},
+      {"needle_build_info", T::kInfo, "build,node,transport", "Always 1; what this is and how it ships.",
+       "Which build runs where, and which transport was chosen?"},
       {"needle_uptime_seconds", T::kGauge, "", "Seconds since start.", "Did it restart?"},
-      {"needle_incarnation_info", T::kInfo, "incarnation", "Always 1; changes at every start.", "Is this the daemon that a handle was given by?"},
+      {"needle_incarnation_info", T::kInfo, "incarnation", "Always 1; changes at every start.",
+       "Is this the daemon that a handle was given by?"},
       {"needle_stopping", T::kGauge, "", "1 while the daemon drains.", "Why is it refusing work?"},
       {"needle_health", T::kGauge, "facet", "1 when the facet serves.", "Which part is not well?"},
-      {"needle_pool_pages", T::kGauge, "pool,kind,state", "Pages by state: free, reserved, sealed_idle, leased, draining. They sum to needle_pool_capacity_pages.", "How full is it, and with what?"},
+      {"needle_pool_pages", T::kGauge, "pool,kind,state",
+       "Pages by state: free, reserved, sealed_idle, leased, draining. They sum to needle_pool_capacity_pages.",
+       "How full is it, and with what?"},
       {"needle_pool_capacity_pages", T::kGauge, "pool,kind", "Pages that can hold something.", "How large is the pool now?"},
-      {"needle_pool_outside_pages", T::kGauge, "pool,kind,state", "Pages outside capacity: gap (would cross a chunk edge), retiring (chunk on its way out).", "Is a resize under way? How much do chunk edges cost?"},
+      {"needle_pool_outside_pages", T::kGauge, "pool,kind,state",
+       "Pages outside capacity: gap (would cross a chunk edge), retiring (chunk on its way out).",
+       "Is a resize under way? How much do chunk edges cost?"},
       {"needle_pool_page_bytes", T::kGauge, "pool,kind", "Bytes a page takes.", "What do pages mean in bytes?"},
       {"needle_pool_chunks", T::kGauge, "pool,kind", "Chunks of memory.", "Did the resize arrive?"},
       {"needle_pool_budget_bytes", T::kGauge, "pool", "Budget of the pool's three kinds together.", "What was it told to use?"},
@@ -34,23 +40,28 @@ const std::vector<MetricRow>& metric_table() {
       {"needle_pool_sequences", T::kGauge, "pool", "Sealed sequences.", "How many sequences are kept?"},
       {"needle_pool_resume_points", T::kGauge, "pool", "Boundaries from which a prefix can be continued.", "Why do hits not save prefill?"},
       {"needle_sessions", T::kGauge, "state", "Sessions: live, silent.", "How many engines are attached, and is one hanging?"},
-      {"needle_session_pinned_pages", T::kGauge, "pid,client", "Pages that a silent but living process still pins.", "Which process keeps pages from coming back?"},
+      {"needle_session_pinned_pages", T::kGauge, "pid,client", "Pages that a silent but living process still pins.",
+       "Which process keeps pages from coming back?"},
       {"needle_tickets_open", T::kGauge, "", "Open tickets.", "How many writes are under way?"},
       {"needle_leases_open", T::kGauge, "", "Open leases.", "How many readers are there?"},
       {"needle_ships_open", T::kGauge, "", "Ships under way.", "Are hand-overs piling up?"},
       {"needle_ship_bytes_in_flight", T::kGauge, "", "Bytes posted to the transport and not completed.", "Is the network the bottleneck?"},
-      {"needle_requests_total", T::kCounter, "verb,outcome", "Calls by verb and outcome: OK or a name of proto/errors.h.", "What is asked, and what is refused for which cause?"},
+      {"needle_requests_total", T::kCounter, "verb,outcome", "Calls by verb and outcome: OK or a name of proto/errors.h.",
+       "What is asked, and what is refused for which cause?"},
       {"needle_request_duration_seconds", T::kHistogram, "verb", "From receipt to answer.", "Which verb is slow?"},
       {"needle_request_pages", T::kHistogram, "verb", "Pages that a call names or gets.", "Are calls batched well?"},
-      {"needle_events_total", T::kCounter, "event", "Rare and notable branches of the core, by the name in server/probe.h.", "Did that ever happen, and how often?"},
+      {"needle_events_total", T::kCounter, "event", "Rare and notable branches of the core, by the name in server/probe.h.",
+       "Did that ever happen, and how often?"},
       {"needle_reads_total", T::kCounter, "", "read_topk calls in clients' own processes.", "How much is read?"},
       {"needle_read_queries_total", T::kCounter, "", "Query tokens in them.", "How many decode tokens were served?"},
       {"needle_read_entries_total", T::kCounter, "", "Entries scored.", "How long are contexts?"},
       {"needle_read_bytes_total", T::kCounter, "", "Bytes of index-K read.", "Is the indexer limited by memory?"},
       {"needle_read_nan_scores_total", T::kCounter, "", "Scores that were NaN.", "Is a key or a query broken?"},
       {"needle_read_absent_entries_total", T::kCounter, "", "Visible entries whose page was absent.", "Is a page table wrong?"},
-      {"needle_read_stale_total", T::kCounter, "", "Reads refused because rights or generations had moved.", "Are readers too slow for their leases?"},
-      {"needle_read_exact_rescans_total", T::kCounter, "", "Times that the fast selection gave up and the exact one answered.", "Does the selection's fast path fit the scores?"},
+      {"needle_read_stale_total", T::kCounter, "", "Reads refused because rights or generations had moved.",
+       "Are readers too slow for their leases?"},
+      {"needle_read_exact_rescans_total", T::kCounter, "", "Times that the fast selection gave up and the exact one answered.",
+       "Does the selection's fast path fit the scores?"},
       {"needle_read_duration_seconds", T::kHistogram, "", "read_topk in clients' processes.", "Is the read path within its budget?"},
       {"needle_stores_total", T::kCounter, "", "Store launches in clients' processes.", "How much is written?"},
       {"needle_store_rows_total", T::kCounter, "result", "Rows: stored, skipped.", "Are rows lost on the way in?"},
@@ -58,7 +69,8 @@ const std::vector<MetricRow>& metric_table() {
       {"needle_memory_scratch_bytes", T::kGauge, "", "Scratch of the daemon's own kernels.", "What else counts in the budget?"},
       {"needle_keeper_healthy", T::kGauge, "", "1 unless the keeper was lost.", "Would a restart lose the pools?"},
       {"needle_attach_connections", T::kGauge, "", "Connections at the attach socket.", "Who is attached?"},
-      {"needle_attach_refused_total", T::kCounter, "", "Refused attaches: another user, another format, too many.", "Is an engine misconfigured?"},
+      {"needle_attach_refused_total", T::kCounter, "", "Refused attaches: another user, another format, too many.",
+       "Is an engine misconfigured?"},
       {"needle_peer_up", T::kGauge, "peer", "1 while the peer answers hellos.", "Can sequences be shipped from it?"},
       {"needle_peer_last_heard_seconds", T::kGauge, "peer", "Age of the last word from it.", "Since when is it silent?"},
       {"needle_peer_messages_dropped_total", T::kCounter, "peer", "Messages to it that were given up.", "Is the control path overloaded?"},
@@ -163,7 +175,8 @@ class Families {
 };
 
 template <size_t kBounds>
-void add_histogram(Families& families, const char* name, const Labels& labels, const EdgeHistogram<kBounds>& histogram, const std::array<double, kBounds>& bounds) {
+void add_histogram(Families& families, const char* name, const Labels& labels, const EdgeHistogram<kBounds>& histogram,
+                   const std::array<double, kBounds>& bounds) {
   std::array<uint64_t, kBounds + 1> counts{};
   uint64_t total = 0;
   for (size_t i = 0; i <= kBounds; ++i) total += counts[i] = histogram.counts[i].load(std::memory_order_relaxed);
@@ -177,7 +190,9 @@ void add_core(Families& families, const MetricSources& sources, const Snapshot& 
     for (int kind = 0; kind < kPoolKinds; ++kind) {
       const Occupancy& pages = set.pools[static_cast<size_t>(kind)];
       const std::string kind_name = kPoolKindNames[kind];
-      const auto state = [&](const char* name, int64_t count) { families.value("needle_pool_pages", {set.name, kind_name, name}, static_cast<double>(count)); };
+      const auto state = [&](const char* name, int64_t count) {
+        families.value("needle_pool_pages", {set.name, kind_name, name}, static_cast<double>(count));
+      };
       state("free", pages.free);
       state("reserved", pages.reserved);
       state("sealed_idle", pages.sealed_idle);
@@ -199,7 +214,8 @@ void add_core(Families& families, const MetricSources& sources, const Snapshot& 
   for (const Snapshot::SessionRow& row : snapshot.sessions) {
     silent += row.silent ? 1 : 0;
     if (row.silent && row.pinned_pages > 0) {
-      families.value("needle_session_pinned_pages", {absl::StrCat(row.process.pid), sources.registry.entry(row.session).client}, static_cast<double>(row.pinned_pages));
+      families.value("needle_session_pinned_pages", {absl::StrCat(row.process.pid), sources.registry.entry(row.session).client},
+                     static_cast<double>(row.pinned_pages));
     }
   }
   families.value("needle_sessions", {"live"}, static_cast<double>(static_cast<int64_t>(snapshot.sessions.size()) - silent));
@@ -235,7 +251,8 @@ std::vector<prometheus::MetricFamily> collect(const MetricSources& sources) {
     for (size_t outcome = 0; outcome < EdgeMetrics::kOutcomes; ++outcome) {
       const uint64_t count = sources.edge.outcome(verb, outcome);
       // OK is shown from the start, so that a rate over it exists; refusals appear when they happen.
-      if (count > 0 || outcome == 0) families.value("needle_requests_total", {kVerbNames[row], EdgeMetrics::outcome_name(outcome)}, static_cast<double>(count));
+      if (count > 0 || outcome == 0)
+        families.value("needle_requests_total", {kVerbNames[row], EdgeMetrics::outcome_name(outcome)}, static_cast<double>(count));
     }
     add_histogram(families, "needle_request_duration_seconds", {kVerbNames[row]}, sources.edge.duration(verb), kDurationBounds);
     add_histogram(families, "needle_request_pages", {kVerbNames[row]}, sources.edge.pages(verb), kPagesBounds);
@@ -284,7 +301,8 @@ std::string metrics_reference() {
       "`sum by (pool, kind) (needle_pool_pages) == needle_pool_capacity_pages`, always.\n\n"
       "| metric | type | labels | what it is | the question it answers |\n|---|---|---|---|---|\n";
   for (const MetricRow& row : metric_table()) {
-    absl::StrAppend(&text, "| `", row.name, "` | ", type_name(row.type), " | ", *row.labels == '\0' ? "–" : row.labels, " | ", row.meaning, " | ", row.question, " |\n");
+    absl::StrAppend(&text, "| `", row.name, "` | ", type_name(row.type), " | ", *row.labels == '\0' ? "–" : row.labels, " | ", row.meaning,
+                    " | ", row.question, " |\n");
   }
   return text;
 }
@@ -293,7 +311,8 @@ std::string scrape_text(const MetricSources& sources) { return prometheus::TextS
 
 class MetricsServer::Impl {
  public:
-  Impl(const std::string& address, MetricSources sources) : collector(std::make_shared<Collector>(std::move(sources))), exposer(address, 2) {
+  Impl(const std::string& address, MetricSources sources)
+      : collector(std::make_shared<Collector>(std::move(sources))), exposer(address, 2) {
     exposer.RegisterCollectable(collector);
   }
   std::shared_ptr<Collector> collector;  // the exposer keeps a weak one
@@ -307,7 +326,8 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> MetricsServer::start(const std::s
   try {  // civetweb's wrapper throws when the port is taken; exceptions end here
     return std::unique_ptr<MetricsServer>(new MetricsServer(std::make_unique<Impl>(address, std::move(sources))));
   } catch (const std::exception& failure) {
-    return make_error(ErrorCode::kConflict, absl::StrCat("cannot serve metrics at ", address, ": ", failure.what(), "; choose another --instance or --listen-metrics"));
+    return make_error(ErrorCode::kConflict, absl::StrCat("cannot serve metrics at ", address, ": ", failure.what(),
+                                                         "; choose another --instance or --listen-metrics"));
   }
 }
 

@@ -86,7 +86,8 @@ constexpr int64_t kServiceStopMs = 500;
 }  // namespace
 
 std::string build_text() {
-  std::string text = absl::StrCat("needle ", NEEDLE_BUILD_VERSION, ", ", kCompiler, " ", __VERSION__, ", cpu kernels ", name_of(best_cpu_isa()), ", ", service_libraries());
+  std::string text = absl::StrCat("needle ", NEEDLE_BUILD_VERSION, ", ", kCompiler, " ", __VERSION__, ", cpu kernels ",
+                                  name_of(best_cpu_isa()), ", ", service_libraries());
 #ifdef NEEDLE_HAVE_UCX
   absl::StrAppend(&text, ", UCX ", ucx::library_version());
 #else
@@ -102,7 +103,8 @@ std::string build_text() {
 
 class Node::Impl final : public Outbox {
  public:
-  Impl(const ParsedOptions& parsed, const NodePlan& plan, DescriptorStore& store, Log& log) : parsed_(parsed), plan_(plan), store_(store), log_(log) {}
+  Impl(const ParsedOptions& parsed, const NodePlan& plan, DescriptorStore& store, Log& log)
+      : parsed_(parsed), plan_(plan), store_(store), log_(log) {}
   ~Impl() override { stop(); }
 
   absl::Status start(std::vector<KeptDescriptor> kept) {
@@ -121,7 +123,9 @@ class Node::Impl final : public Outbox {
       }
     }
     HostMemoryOptions memory;
-    memory.huge_pages = options.memory_huge_pages == "off" ? HugePages::kOff : options.memory_huge_pages == "require" ? HugePages::kRequire : HugePages::kTry;
+    memory.huge_pages = options.memory_huge_pages == "off"       ? HugePages::kOff
+                        : options.memory_huge_pages == "require" ? HugePages::kRequire
+                                                                 : HugePages::kTry;
     memory.numa_node = options.memory_numa_node;
     absl::StatusOr<std::unique_ptr<HostMemory>> host = HostMemory::create(
         memory, plan_.shapes, store_, kept, available_memory_bytes,
@@ -138,8 +142,8 @@ class Node::Impl final : public Outbox {
 
     if (absl::Status status = start_transport(); !status.ok()) return status;
 
-    absl::StatusOr<std::unique_ptr<Core>> core = Core::start(
-        plan_.core, Environment{clock_, *metadata_, *memory_, *transport_, *this, log_, random_number()});
+    absl::StatusOr<std::unique_ptr<Core>> core =
+        Core::start(plan_.core, Environment{clock_, *metadata_, *memory_, *transport_, *this, log_, random_number()});
     if (!core.ok()) return core.status();
     core_ = *std::move(core);
     const Incarnation incarnation = core_->incarnation();
@@ -154,9 +158,11 @@ class Node::Impl final : public Outbox {
     self.incarnation = incarnation;
     self.transport = transport_->traits().name;
     self.transport_address = transport_address_;
-    for (size_t i = 0; i < plan_.sets.size(); ++i) self.sets.push_back({plan_.core.sets[i].name, plan_.sets[i].text, plan_.sets[i].fingerprint});
+    for (size_t i = 0; i < plan_.sets.size(); ++i)
+      self.sets.push_back({plan_.core.sets[i].name, plan_.sets[i].text, plan_.sets[i].fingerprint});
     const auto post = [this](Message message) { return door_.post(std::move(message)); };
-    peers_ = std::make_unique<PeerDirectory>(std::move(self), options.peer_hello_ms, [this](const PeerChange& change) { meet(change); }, post, clock_, log_);
+    peers_ = std::make_unique<PeerDirectory>(
+        std::move(self), options.peer_hello_ms, [this](const PeerChange& change) { meet(change); }, post, clock_, log_);
     for (const std::string& peer : options.peers) {
       absl::StatusOr<PeerName> parsed = parse_peer(peer);
       absl::Status added = parsed.ok() ? peers_->add(parsed->name, parsed->address) : parsed.status();
@@ -165,7 +171,8 @@ class Node::Impl final : public Outbox {
 
     AttachOptions attach;
     attach.path = plan_.runtime_dir + "/" + attach::kAttachSocketName;
-    for (const std::string& uid : options.attach_uids) attach.uids.push_back(static_cast<uint32_t>(std::stoul(uid)));  // checked when parsed
+    for (const std::string& uid : options.attach_uids)
+      attach.uids.push_back(static_cast<uint32_t>(std::stoul(uid)));  // checked when parsed
     attach.connections_max = options.session_count_max;
     attach.node = plan_.name;
     attach.grpc_target = "unix:" + grpc_path();
@@ -187,7 +194,8 @@ class Node::Impl final : public Outbox {
     }
     AttachServer::Sources sources{[this](PoolId pool, ChunkIndex chunk) { return memory_->files(pool, chunk); }, metadata_->read_only_fd(),
                                   static_cast<int64_t>(metadata_->bytes().size())};
-    absl::StatusOr<std::unique_ptr<AttachServer>> server = AttachServer::start(std::move(attach), std::move(attach_sets), std::move(sources), registry_, post, log_);
+    absl::StatusOr<std::unique_ptr<AttachServer>> server =
+        AttachServer::start(std::move(attach), std::move(attach_sets), std::move(sources), registry_, post, log_);
     if (!server.ok()) return server.status();
     attach_ = *std::move(server);
     for (const Snapshot::SessionRow& row : first.sessions) {
@@ -202,8 +210,13 @@ class Node::Impl final : public Outbox {
     if (absl::Status status = start_metrics(); !status.ok()) return status;
     peers_->start();
     tend();
-    log_.write(LogLevel::kInfo, "needled_ready", {{"node", plan_.name}, {"incarnation", absl::StrCat(incarnation.value())}, {"memory", memory_->description()},
-                                                  {"transport", transport_text()}, {"grpc", plan_.grpc_address}, {"metrics", plan_.metrics_address}});
+    log_.write(LogLevel::kInfo, "needled_ready",
+               {{"node", plan_.name},
+                {"incarnation", absl::StrCat(incarnation.value())},
+                {"memory", memory_->description()},
+                {"transport", transport_text()},
+                {"grpc", plan_.grpc_address},
+                {"metrics", plan_.metrics_address}});
     return absl::OkStatus();
   }
 
@@ -220,7 +233,10 @@ class Node::Impl final : public Outbox {
     const bool ships = transport_->traits().name != "none";
     std::vector<ServiceFacet> facets;
     facets.push_back({"live", true, "the loop answers"});
-    facets.push_back({"ready", memory_whole && !drains, drains ? "draining" : memory_whole ? "takes work" : "a chunk could not be allocated"});
+    facets.push_back({"ready", memory_whole && !drains,
+                      drains         ? "draining"
+                      : memory_whole ? "takes work"
+                                     : "a chunk could not be allocated"});
     facets.push_back({"pools", memory_whole, memory_whole ? memory_->description() : std::string(memory_failure().message())});
     facets.push_back({"transport", ships, transport_text()});
     facets.push_back({"keeper", store_.healthy(), store_.kind()});
@@ -347,7 +363,8 @@ class Node::Impl final : public Outbox {
 #ifdef NEEDLE_HAVE_UCX
     if (ucx_ == nullptr || change.transport_address.empty()) return;
     const absl::Status met = ucx_->meet_peer(change.node, change.incarnation, change.transport_address);
-    if (!met.ok()) return log_.write(LogLevel::kWarning, "peer_transport_refused", {{"peer", change.name}, {"cause", std::string(met.message())}});
+    if (!met.ok())
+      return log_.write(LogLevel::kWarning, "peer_transport_refused", {{"peer", change.name}, { "cause", std::string(met.message()) }});
     ucx_->connect_peer(change.node);  // tens of milliseconds that the first ship would wait for
 #else
     (void)change;
@@ -360,7 +377,8 @@ class Node::Impl final : public Outbox {
     if (text == "none") return absl::StrCat("none: ", transport_absence_);
 #ifdef NEEDLE_HAVE_UCX
     if (ucx_ != nullptr) {
-      for (const ucx::CallReport& report : ucx_->reports()) absl::StrAppend(&text, "; ", report.reach, ": ", ucx::kCallNames[static_cast<size_t>(report.chosen)]);
+      for (const ucx::CallReport& report : ucx_->reports())
+        absl::StrAppend(&text, "; ", report.reach, ": ", ucx::kCallNames[static_cast<size_t>(report.chosen)]);
     }
 #endif
     return text;
@@ -375,7 +393,9 @@ class Node::Impl final : public Outbox {
   absl::Status wait_for_chunks() {
     const int64_t deadline_ns = clock_.now_ns() + kChunksWaitMs * kNanosPerMilli;
     while (!memory_->idle()) {
-      if (clock_.now_ns() > deadline_ns) return make_error(ErrorCode::kMemory, absl::StrCat("memory was not ready after ", kChunksWaitMs / 1000, " s: ", memory_->description()));
+      if (clock_.now_ns() > deadline_ns)
+        return make_error(ErrorCode::kMemory,
+                          absl::StrCat("memory was not ready after ", kChunksWaitMs / 1000, " s: ", memory_->description()));
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     return memory_failure();
@@ -403,7 +423,8 @@ class Node::Impl final : public Outbox {
     options.build = build_text();
     options.options = parsed_.provenance;
     for (size_t i = 0; i < plan_.sets.size(); ++i) {
-      options.sets.push_back({PoolSetId(static_cast<uint32_t>(i)), plan_.core.sets[i].name, plan_.sets[i].text, plan_.sets[i].fingerprint, plan_.core.sets[i].shapes});
+      options.sets.push_back({PoolSetId(static_cast<uint32_t>(i)), plan_.core.sets[i].name, plan_.sets[i].text, plan_.sets[i].fingerprint,
+                              plan_.core.sets[i].shapes});
     }
     ServiceDoors doors{[this](Message message) { return door_.post(std::move(message)); },
                        registry_,
@@ -434,7 +455,8 @@ class Node::Impl final : public Outbox {
     gauges.node = plan_.name;
     gauges.transport = transport_->traits().name;
     gauges.uptime_seconds = uptime_seconds();
-    for (int backing = 0; backing < 3; ++backing) gauges.chunks_by_backing[backing] = memory_->chunks_with(static_cast<PageBacking>(backing));
+    for (int backing = 0; backing < 3; ++backing)
+      gauges.chunks_by_backing[backing] = memory_->chunks_with(static_cast<PageBacking>(backing));
     gauges.scratch_bytes = plan_.scratch_bytes;
     gauges.keeper_healthy = store_.healthy();
     gauges.attach_connections = attach_->connections();
@@ -443,7 +465,9 @@ class Node::Impl final : public Outbox {
 #ifdef NEEDLE_HAVE_UCX
     if (ucx_ != nullptr) {
       const ucx::Counters& counters = ucx_->counters();
-      const auto add = [&gauges](const char* name, const std::atomic<int64_t>& value) { gauges.transport_counters.push_back({name, static_cast<double>(value.load())}); };
+      const auto add = [&gauges](const char* name, const std::atomic<int64_t>& value) {
+        gauges.transport_counters.push_back({name, static_cast<double>(value.load())});
+      };
       add("pages_arrived", counters.pages_arrived);
       add("bytes_arrived", counters.bytes_arrived);
       add("pages_dropped", counters.pages_dropped);
@@ -461,9 +485,14 @@ class Node::Impl final : public Outbox {
   }
 
   absl::Status start_metrics() {
-    MetricSources sources{[this] { return snapshot(); }, [this] { return gauges(); },
-                          [this](const Snapshot::Set& set, int kind) { return plan_.core.sets[set.set.value()].shapes[static_cast<size_t>(kind)].page_bytes; },
-                          edge_, registry_, *peers_};
+    MetricSources sources{[this] { return snapshot(); },
+                          [this] { return gauges(); },
+                          [this](const Snapshot::Set& set, int kind) {
+                            return plan_.core.sets[set.set.value()].shapes[static_cast<size_t>(kind)].page_bytes;
+                          },
+                          edge_,
+                          registry_,
+                          *peers_};
     absl::StatusOr<std::unique_ptr<MetricsServer>> metrics = MetricsServer::start(plan_.metrics_address, std::move(sources));
     if (!metrics.ok()) return metrics.status();
     metrics_ = *std::move(metrics);

@@ -25,10 +25,13 @@ absl::StatusOr<ModelFormats> formats_of(const PoolOptions& pool) {
     std::ifstream stream(pool.format_file, std::ios::binary);
     std::stringstream text;
     text << stream.rdbuf();
-    if (!stream) return make_error(ErrorCode::kInvalid, absl::StrCat("option pool.", pool.name, ".format_file: '", pool.format_file, "' cannot be read"));
+    if (!stream)
+      return make_error(ErrorCode::kInvalid,
+                        absl::StrCat("option pool.", pool.name, ".format_file: '", pool.format_file, "' cannot be read"));
     absl::StatusOr<ModelFormats> formats = parse_format_set(text.str());
     if (!formats.ok()) {
-      return make_error(ErrorCode::kInvalid, absl::StrCat("option pool.", pool.name, ".format_file: ", std::string(formats.status().message())));
+      return make_error(ErrorCode::kInvalid,
+                        absl::StrCat("option pool.", pool.name, ".format_file: ", std::string(formats.status().message())));
     }
     return formats;
   }
@@ -47,7 +50,8 @@ absl::StatusOr<ModelFormats> formats_of(const PoolOptions& pool) {
   if (pool.ratio128_state == "raw") preset.ratio128_state = StateForm::kRaw;
   preset.speculative_rows = static_cast<int>(pool.speculative_rows);
   absl::StatusOr<ModelFormats> formats = preset_formats(pool.model, preset);
-  if (!formats.ok()) return make_error(ErrorCode::kInvalid, absl::StrCat("pool ", pool.name, ": ", std::string(formats.status().message())));
+  if (!formats.ok())
+    return make_error(ErrorCode::kInvalid, absl::StrCat("pool ", pool.name, ": ", std::string(formats.status().message())));
   return formats;
 }
 
@@ -72,10 +76,12 @@ std::string plain_name(const std::string& host) {
 absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundings& surroundings) {
   NodePlan plan;
   plan.name = !options.node_name.empty() ? options.node_name : absl::StrCat(plain_name(surroundings.host_name), "-", options.node_instance);
-  plan.runtime_dir = !options.node_runtime_dir.empty() ? options.node_runtime_dir
-                                                       : attach::runtime_dir(surroundings.xdg_runtime_dir, absl::StrCat(options.node_instance));
+  plan.runtime_dir = !options.node_runtime_dir.empty()
+                         ? options.node_runtime_dir
+                         : attach::runtime_dir(surroundings.xdg_runtime_dir, absl::StrCat(options.node_instance));
   plan.grpc_address = !options.listen_grpc.empty() ? options.listen_grpc : absl::StrCat("127.0.0.1:", 7420 + 2 * options.node_instance);
-  plan.metrics_address = !options.listen_metrics.empty() ? options.listen_metrics : absl::StrCat("127.0.0.1:", 7421 + 2 * options.node_instance);
+  plan.metrics_address =
+      !options.listen_metrics.empty() ? options.listen_metrics : absl::StrCat("127.0.0.1:", 7421 + 2 * options.node_instance);
   plan.advertise_address = !options.listen_advertise.empty() ? options.listen_advertise : plan.grpc_address;
   if (plan.grpc_address == plan.metrics_address) {
     return make_error(ErrorCode::kInvalid, absl::StrCat("options listen.grpc and listen.metrics are both ", plan.grpc_address));
@@ -94,18 +100,19 @@ absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundi
   }
   plan.budget_bytes = plan.budget_bytes / kChunkUnit * kChunkUnit;
   if (plan.budget_bytes > available) {
-    return make_error(ErrorCode::kInvalid, absl::StrCat("the budget of ", plan.budget_bytes / kMiB, " MiB (", plan.budget_reason, ") exceeds the ", available / kMiB,
-                                                        " MiB available; lower memory.bytes"));
+    return make_error(ErrorCode::kInvalid, absl::StrCat("the budget of ", plan.budget_bytes / kMiB, " MiB (", plan.budget_reason,
+                                                        ") exceeds the ", available / kMiB, " MiB available; lower memory.bytes"));
   }
   plan.scratch_bytes = options.memory_scratch_bytes;
   const int64_t for_pools = plan.budget_bytes - plan.scratch_bytes;
   if (for_pools <= 0) {
-    return make_error(ErrorCode::kInvalid, absl::StrCat("memory.scratch_bytes of ", plan.scratch_bytes / kMiB, " MiB leaves nothing of the budget of ",
-                                                        plan.budget_bytes / kMiB, " MiB"));
+    return make_error(ErrorCode::kInvalid, absl::StrCat("memory.scratch_bytes of ", plan.scratch_bytes / kMiB,
+                                                        " MiB leaves nothing of the budget of ", plan.budget_bytes / kMiB, " MiB"));
   }
   const int64_t bytes_max = options.memory_bytes_max != 0 ? options.memory_bytes_max : 2 * plan.budget_bytes;
   if (bytes_max < plan.budget_bytes) {
-    return make_error(ErrorCode::kInvalid, absl::StrCat("memory.bytes_max of ", bytes_max / kMiB, " MiB is below the budget of ", plan.budget_bytes / kMiB, " MiB"));
+    return make_error(ErrorCode::kInvalid, absl::StrCat("memory.bytes_max of ", bytes_max / kMiB, " MiB is below the budget of ",
+                                                        plan.budget_bytes / kMiB, " MiB"));
   }
 
   CoreOptions& core = plan.core;
@@ -131,7 +138,8 @@ absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundi
   core.pages_per_request_max = options.request_pages_max;
   core.offer_pages_max = options.ship_offer_pages_max;
 
-  const int64_t shares = std::accumulate(options.pools.begin(), options.pools.end(), int64_t{0}, [](int64_t sum, const PoolOptions& pool) { return sum + pool.share; });
+  const int64_t shares = std::accumulate(options.pools.begin(), options.pools.end(), int64_t{0},
+                                         [](int64_t sum, const PoolOptions& pool) { return sum + pool.share; });
   for (const PoolOptions& pool : options.pools) {
     absl::StatusOr<ModelFormats> formats = formats_of(pool);
     if (!formats.ok()) return formats.status();
@@ -149,7 +157,8 @@ absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundi
     const bool has_window = !planned.formats.window.components.empty();
     set.window_tokens = has_window ? kWindowTokens : 0;
     if (!has_window) set.ratios[static_cast<size_t>(PoolKind::kWindow)] = 0;
-    const int64_t set_bytes_max = static_cast<int64_t>(static_cast<double>(bytes_max - plan.scratch_bytes) * static_cast<double>(pool.share) / static_cast<double>(shares));
+    const int64_t set_bytes_max = static_cast<int64_t>(static_cast<double>(bytes_max - plan.scratch_bytes) *
+                                                       static_cast<double>(pool.share) / static_cast<double>(shares));
     const int64_t ratio_sum = set.ratios[0] + set.ratios[1] + set.ratios[2];
     int64_t least_bytes = 0;
     const PageFormat* const by_kind[kPoolKinds] = {&planned.formats.paged, &planned.formats.window, &planned.formats.state};
@@ -160,22 +169,27 @@ absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundi
         shape.page_bytes = kCommitRecordBytes;
       } else {
         absl::StatusOr<PageLayout> layout = PageLayout::of(*by_kind[kind]);
-        if (!layout.ok()) return make_error(ErrorCode::kInvalid, absl::StrCat("pool ", pool.name, ": ", std::string(layout.status().message())));
+        if (!layout.ok())
+          return make_error(ErrorCode::kInvalid, absl::StrCat("pool ", pool.name, ": ", std::string(layout.status().message())));
         shape.page_bytes = layout->stride_bytes();
         shape.page_tokens = kind == static_cast<size_t>(PoolKind::kState) ? 0 : by_kind[kind]->tokens_per_page;
       }
-      const int64_t part = static_cast<int64_t>(static_cast<double>(set.budget_bytes) * static_cast<double>(set.ratios[kind]) / static_cast<double>(ratio_sum));
+      const int64_t part = static_cast<int64_t>(static_cast<double>(set.budget_bytes) * static_cast<double>(set.ratios[kind]) /
+                                                static_cast<double>(ratio_sum));
       shape.chunk_bytes = chunk_bytes_for(options.memory_chunk_bytes, part, shape.page_bytes);
       if (shape.chunk_bytes < shape.page_bytes) {
-        return make_error(ErrorCode::kInvalid, absl::StrCat("option memory.chunk_bytes: ", shape.chunk_bytes / kKiB, " KiB do not hold one ", kPoolKindNames[kind], " page of pool ",
-                                                            pool.name, " (", shape.page_bytes, " bytes)"));
+        return make_error(ErrorCode::kInvalid,
+                          absl::StrCat("option memory.chunk_bytes: ", shape.chunk_bytes / kKiB, " KiB do not hold one ",
+                                       kPoolKindNames[kind], " page of pool ", pool.name, " (", shape.page_bytes, " bytes)"));
       }
       shape.chunks_max = std::max<int64_t>(1, div_ceil(set_bytes_max, shape.chunk_bytes));
       least_bytes += shape.chunk_bytes;
     }
     if (set.budget_bytes < least_bytes) {
-      return make_error(ErrorCode::kInvalid, absl::StrCat("pool ", pool.name, " gets ", set.budget_bytes / kMiB, " MiB of the budget and needs ", div_ceil(least_bytes, kMiB),
-                                                          " MiB for one chunk of each kind; raise memory.bytes or its share, or lower memory.chunk_bytes"));
+      return make_error(
+          ErrorCode::kInvalid,
+          absl::StrCat("pool ", pool.name, " gets ", set.budget_bytes / kMiB, " MiB of the budget and needs ", div_ceil(least_bytes, kMiB),
+                       " MiB for one chunk of each kind; raise memory.bytes or its share, or lower memory.chunk_bytes"));
     }
     for (const PoolShape& shape : set.shapes) plan.shapes.push_back(shape);
     core.sets.push_back(std::move(set));
@@ -186,18 +200,21 @@ absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundi
 }
 
 std::string describe(const NodePlan& plan) {
-  std::string text = absl::StrCat("node ", plan.name, ", gRPC ", plan.grpc_address, " and ", plan.runtime_dir, "/grpc.sock, metrics http://", plan.metrics_address,
-                                  "/metrics, attach ", plan.runtime_dir, "/attach.sock\n", "budget ", plan.budget_bytes / kMiB, " MiB (", plan.budget_reason, "), ",
-                                  plan.scratch_bytes / kMiB, " MiB of it scratch\n");
+  std::string text =
+      absl::StrCat("node ", plan.name, ", gRPC ", plan.grpc_address, " and ", plan.runtime_dir, "/grpc.sock, metrics http://",
+                   plan.metrics_address, "/metrics, attach ", plan.runtime_dir, "/attach.sock\n", "budget ", plan.budget_bytes / kMiB,
+                   " MiB (", plan.budget_reason, "), ", plan.scratch_bytes / kMiB, " MiB of it scratch\n");
   for (size_t i = 0; i < plan.core.sets.size(); ++i) {
     const PoolSetOptions& set = plan.core.sets[i];
-    absl::StrAppend(&text, "pool ", set.name, ": ", plan.sets[i].formats.paged.name, ", ", set.budget_bytes / kMiB, " MiB, ratios ", set.ratios[0], ":", set.ratios[1], ":",
-                    set.ratios[2], ", fingerprint ", absl::Hex(plan.sets[i].fingerprint, absl::kZeroPad16), "\n");
+    absl::StrAppend(&text, "pool ", set.name, ": ", plan.sets[i].formats.paged.name, ", ", set.budget_bytes / kMiB, " MiB, ratios ",
+                    set.ratios[0], ":", set.ratios[1], ":", set.ratios[2], ", fingerprint ",
+                    absl::Hex(plan.sets[i].fingerprint, absl::kZeroPad16), "\n");
     for (size_t kind = 0; kind < kPoolKinds; ++kind) {
       const PoolShape& shape = set.shapes[kind];
       if (shape.page_bytes == 0) continue;
-      absl::StrAppend(&text, "  ", kPoolKindNames[kind], ": pages of ", shape.page_bytes, " B", shape.page_tokens > 0 ? absl::StrCat(" (", shape.page_tokens, " tokens)") : "",
-                      ", chunks of ", size_text(shape.chunk_bytes), ", at most ", shape.chunks_max, "\n");
+      absl::StrAppend(&text, "  ", kPoolKindNames[kind], ": pages of ", shape.page_bytes, " B",
+                      shape.page_tokens > 0 ? absl::StrCat(" (", shape.page_tokens, " tokens)") : "", ", chunks of ",
+                      size_text(shape.chunk_bytes), ", at most ", shape.chunks_max, "\n");
     }
   }
   return text;

@@ -17,8 +17,8 @@ struct Bound {
 constexpr int64_t kDayMs = 86'400'000;
 
 absl::Status out_of_bounds(const std::string& name, int64_t value, int64_t least, int64_t most) {
-  return make_error(ErrorCode::kInvalid, name + " is " + std::to_string(value) + ", allowed are " + std::to_string(least) + " to " +
-                                             std::to_string(most));
+  return make_error(ErrorCode::kInvalid,
+                    name + " is " + std::to_string(value) + ", allowed are " + std::to_string(least) + " to " + std::to_string(most));
 }
 
 absl::Status validate_set(const PoolSetOptions& set) {

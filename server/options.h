@@ -32,26 +32,26 @@ struct CoreOptions {
   std::vector<PoolSetOptions> sets;
 
   int64_t heartbeat_ms = 500;
-  int64_t silence_ms = 2'000;       // four missed heartbeats; F9 asks for all rights back within 5 s
-  int64_t lease_ms = 4'000;         // of remote readers; renewed by heartbeat or ask. F9 again
+  int64_t silence_ms = 2'000;              // four missed heartbeats; F9 asks for all rights back within 5 s
+  int64_t lease_ms = 4'000;                // of remote readers; renewed by heartbeat or ask. F9 again
   int64_t outcome_remembered_ms = 60'000;  // longer than any client retries
   int64_t ship_deadline_ms_max = 600'000;
-  int64_t ship_deadline_ms = 120'000;   // when the caller names none
-  int64_t ship_retry_ms = 50;       // resend an unanswered ask or confirm
-  int64_t ship_silence_ms = 2'000;  // a question to the source unanswered for so long ends the ship
-  int64_t ship_poll_ms = 2;         // ask again while the source is still storing
-  int64_t fetch_ms = 5'000;         // a posted part without completion: close the peer's endpoint
+  int64_t ship_deadline_ms = 120'000;  // when the caller names none
+  int64_t ship_retry_ms = 50;          // resend an unanswered ask or confirm
+  int64_t ship_silence_ms = 2'000;     // a question to the source unanswered for so long ends the ship
+  int64_t ship_poll_ms = 2;            // ask again while the source is still storing
+  int64_t fetch_ms = 5'000;            // a posted part without completion: close the peer's endpoint
   int64_t ship_attempts_max = 8;
   int64_t bytes_in_flight_max = int64_t{256} << 20;  // three round trips of 87 GB/s at 1 ms
-  int64_t retry_after_ms = 20;      // the hint that goes with OUT_OF_PAGES and BUSY
+  int64_t retry_after_ms = 20;                       // the hint that goes with OUT_OF_PAGES and BUSY
 
   int64_t sessions_max = 1'024;
   int64_t tickets_max = 65'536;
   int64_t leases_max = 65'536;
   int64_t ships_max = 256;
-  int64_t outcomes_max = 262'144;   // remembered at once; the oldest is forgotten early, and counted
+  int64_t outcomes_max = 262'144;  // remembered at once; the oldest is forgotten early, and counted
   int64_t pages_per_request_max = 65'536;
-  int64_t offer_pages_max = 512;    // one control message stays under 64 KiB
+  int64_t offer_pages_max = 512;  // one control message stays under 64 KiB
 };
 
 // OK, or INVALID naming the first option that is out of bounds.

@@ -26,8 +26,8 @@ struct Outcome {
   SequenceId sequence;
   LeaseId lease;
   TicketId ticket;
-  absl::Status status;     // of a failed ship
-  uint64_t number = 0;     // counts what was remembered; Outcomes sets it
+  absl::Status status;  // of a failed ship
+  uint64_t number = 0;  // counts what was remembered; Outcomes sets it
 };
 
 struct OutcomeKey {

@@ -67,7 +67,10 @@ class AlignedBytes {
 // A list of the k best so far, one row a query.
 struct Best {
   Best(int64_t queries, int64_t k)
-      : positions(static_cast<size_t>(queries * k), -1), slots(positions), scores(positions.size(), 0.0f), counts(static_cast<size_t>(queries), 0) {}
+      : positions(static_cast<size_t>(queries * k), -1),
+        slots(positions),
+        scores(positions.size(), 0.0f),
+        counts(static_cast<size_t>(queries), 0) {}
   std::vector<int32_t> positions;
   std::vector<int32_t> slots;
   std::vector<float> scores;
@@ -92,21 +95,27 @@ KernelReads::KernelReads(std::vector<Pool> pools, int64_t threads, int64_t scrat
 absl::Status KernelReads::read_topk(const PageTable& table, PoolSetId set, const v1::ReadTopkRequest& request, v1::ReadTopkReply& reply) {
   const Pool& pool = pools_[set.value()];
   int component = 0;
-  while (component < static_cast<int>(pool.format.components.size()) && pool.format.components[static_cast<size_t>(component)].kind != ComponentKind::kIndexK) ++component;
-  if (component == static_cast<int>(pool.format.components.size())) return make_error(ErrorCode::kImpossible, "this pool's format has no index-K");
+  while (component < static_cast<int>(pool.format.components.size()) &&
+         pool.format.components[static_cast<size_t>(component)].kind != ComponentKind::kIndexK)
+    ++component;
+  if (component == static_cast<int>(pool.format.components.size()))
+    return make_error(ErrorCode::kImpossible, "this pool's format has no index-K");
   const Component& format = pool.format.components[static_cast<size_t>(component)];
   const int64_t queries = request.positions_size();
   const int64_t heads = request.heads();
   const int64_t k = request.k();
-  if (static_cast<int64_t>(request.layer()) >= format.layers) return invalid(absl::StrCat("layer ", request.layer(), " of ", format.layers, " with index-K"));
+  if (static_cast<int64_t>(request.layer()) >= format.layers)
+    return invalid(absl::StrCat("layer ", request.layer(), " of ", format.layers, " with index-K"));
   if (queries < 1 || queries > kQueriesMax) return invalid(absl::StrCat(queries, " queries; 1 to ", kQueriesMax, " a call"));
   if (heads < 1 || heads > kIndexHeadsMax) return invalid(absl::StrCat(heads, " heads; 1 to ", kIndexHeadsMax));
   if (k < 1 || k > kTopkMax) return invalid(absl::StrCat("k is ", k, "; 1 to ", kTopkMax));
   if (static_cast<int64_t>(request.q().size()) != queries * heads * kIndexHeadDim * 2) {
-    return invalid(absl::StrCat("q has ", request.q().size(), " bytes; ", queries, " queries x ", heads, " heads x 128 in bf16 have ", queries * heads * kIndexHeadDim * 2));
+    return invalid(absl::StrCat("q has ", request.q().size(), " bytes; ", queries, " queries x ", heads, " heads x 128 in bf16 have ",
+                                queries * heads * kIndexHeadDim * 2));
   }
   if (static_cast<int64_t>(request.head_weights().size()) != queries * heads * 4) {
-    return invalid(absl::StrCat("head_weights has ", request.head_weights().size(), " bytes; ", queries, " queries x ", heads, " heads in fp32 have ", queries * heads * 4));
+    return invalid(absl::StrCat("head_weights has ", request.head_weights().size(), " bytes; ", queries, " queries x ", heads,
+                                " heads in fp32 have ", queries * heads * 4));
   }
   absl::StatusOr<PageLayout> layout = PageLayout::of(pool.format);
   if (!layout.ok()) return ours(layout.status());
@@ -122,7 +131,8 @@ absl::Status KernelReads::read_topk(const PageTable& table, PoolSetId set, const
   std::vector<int32_t> visible(static_cast<size_t>(queries));
   for (int64_t t = 0; t < queries; ++t) {
     const int64_t position = request.positions(static_cast<int>(t));
-    visible[static_cast<size_t>(t)] = static_cast<int32_t>(std::min(entries_complete(position + 1, format.ratio), entries_complete(table.tokens, format.ratio)));
+    visible[static_cast<size_t>(t)] =
+        static_cast<int32_t>(std::min(entries_complete(position + 1, format.ratio), entries_complete(table.tokens, format.ratio)));
   }
   OpReport report{};
   if (!request.q_is_prepared()) {
@@ -134,7 +144,8 @@ absl::Status KernelReads::read_topk(const PageTable& table, PoolSetId set, const
       if (absl::Status status = rope_inverse_frequencies(format.rope_table, frequencies); !status.ok()) return ours(status);
       for (int64_t t = 0; t < queries; ++t) {
         rows[static_cast<size_t>(t)] = t;
-        const absl::Status built = build_rope_table(frequencies, request.positions(static_cast<int>(t)), 1, rope.data() + t * kRopeDims, workers_);
+        const absl::Status built =
+            build_rope_table(frequencies, request.positions(static_cast<int>(t)), 1, rope.data() + t * kRopeDims, workers_);
         if (!built.ok()) return ours(built);
       }
     }
@@ -196,7 +207,8 @@ absl::Status KernelReads::read_topk(const PageTable& table, PoolSetId set, const
     select.k = static_cast<int32_t>(k);
     select.order = request.by_rank() ? TopkOrder::kByRank : TopkOrder::kByPosition;
     const int64_t first_page = begin / slots;
-    select.pages = {pages.data() + first_page, &entry_base, static_cast<int64_t>(pages.size()) - first_page, 1, static_cast<int32_t>(static_cast<int64_t>(pages.size()) - first_page)};
+    select.pages = {pages.data() + first_page, &entry_base, static_cast<int64_t>(pages.size()) - first_page, 1,
+                    static_cast<int32_t>(static_cast<int64_t>(pages.size()) - first_page)};
     select.row_of = row_zero.data();
     select.slots_per_page = static_cast<int32_t>(slots);
     select.page_count = pool.page_count;
@@ -208,7 +220,8 @@ absl::Status KernelReads::read_topk(const PageTable& table, PoolSetId set, const
     select.report = &report;
     const int64_t select_bytes = select_topk_cpu_scratch(select, workers_.width());
     AlignedBytes select_scratch(select_bytes);
-    if (absl::Status status = select_topk_cpu(select, isa, workers_, select_scratch.data(), select_bytes); !status.ok()) return ours(status);
+    if (absl::Status status = select_topk_cpu(select, isa, workers_, select_scratch.data(), select_bytes); !status.ok())
+      return ours(status);
     if (begin == 0) {
       best = std::move(found);
       continue;
@@ -257,20 +270,23 @@ absl::Status KernelReads::read_topk(const PageTable& table, PoolSetId set, const
   return absl::OkStatus();
 }
 
-absl::Status KernelReads::read_entries(const PageTable& table, PoolSetId set, const v1::ReadEntriesRequest& request, v1::ReadEntriesReply& reply) {
+absl::Status KernelReads::read_entries(const PageTable& table, PoolSetId set, const v1::ReadEntriesRequest& request,
+                                       v1::ReadEntriesReply& reply) {
   const Pool& pool = pools_[set.value()];
   if (request.component() >= pool.format.components.size()) {
     return invalid(absl::StrCat("component ", request.component(), " of ", pool.format.components.size(), " in the paged format"));
   }
   const int component = static_cast<int>(request.component());
   const Component& format = pool.format.components[request.component()];
-  if (static_cast<int64_t>(request.layer()) >= format.layers) return invalid(absl::StrCat("layer ", request.layer(), " of ", format.layers));
+  if (static_cast<int64_t>(request.layer()) >= format.layers)
+    return invalid(absl::StrCat("layer ", request.layer(), " of ", format.layers));
   if (format.element == ElementFormat::kFp32Rows) return invalid("state records have no entries");
   const int64_t count = request.entries_size();
   if (count < 1 || count > kEntriesMax) return invalid(absl::StrCat(count, " entries; 1 to ", kEntriesMax, " a call"));
   const int64_t data_bytes = slot_data_bytes(format.element, format.head_dim);
   const int64_t scale_bytes = slot_scale_bytes(format.element, format.head_dim);
-  if (count * (data_bytes + scale_bytes) > kReplyBytesMax) return invalid(absl::StrCat(count, " entries of ", data_bytes + scale_bytes, " bytes exceed ", kReplyBytesMax));
+  if (count * (data_bytes + scale_bytes) > kReplyBytesMax)
+    return invalid(absl::StrCat(count, " entries of ", data_bytes + scale_bytes, " bytes exceed ", kReplyBytesMax));
   const int64_t complete = entries_complete(table.tokens, format.ratio);
   for (int32_t entry : request.entries()) {
     if (entry < -1 || entry >= complete) return invalid(absl::StrCat("entry ", entry, " of a sequence with ", complete));

@@ -34,7 +34,8 @@ class KernelReads final : public RemoteReads {
   KernelReads(std::vector<Pool> pools, int64_t threads, int64_t scratch_bytes);
 
   absl::Status read_topk(const PageTable& table, PoolSetId set, const v1::ReadTopkRequest& request, v1::ReadTopkReply& reply) override;
-  absl::Status read_entries(const PageTable& table, PoolSetId set, const v1::ReadEntriesRequest& request, v1::ReadEntriesReply& reply) override;
+  absl::Status read_entries(const PageTable& table, PoolSetId set, const v1::ReadEntriesRequest& request,
+                            v1::ReadEntriesReply& reply) override;
 
  private:
   const std::vector<Pool> pools_;

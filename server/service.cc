@@ -70,8 +70,9 @@ class Service::Impl {
     builder.RegisterService(&peer_);
     server_ = builder.BuildAndStart();
     if (server_ == nullptr || tcp_port == 0) {
-      return make_error(ErrorCode::kConflict, absl::StrCat("cannot listen at ", options_.tcp_address, " or unix:", options_.unix_path,
-                                                           "; another process may have the port: choose another --instance or --listen-grpc"));
+      return make_error(ErrorCode::kConflict,
+                        absl::StrCat("cannot listen at ", options_.tcp_address, " or unix:", options_.unix_path,
+                                     "; another process may have the port: choose another --instance or --listen-grpc"));
     }
     ::chmod(options_.unix_path.c_str(), 0600);
     return absl::OkStatus();
@@ -145,7 +146,8 @@ class Service::Impl {
       MutexLock hold(mutex_);
       left = open_;
     }
-    for (const auto& [id, flight] : left) land(flight, make_error(ErrorCode::kStopping, "this daemon stops; what it was asked for did not end in time"));
+    for (const auto& [id, flight] : left)
+      land(flight, make_error(ErrorCode::kStopping, "this daemon stops; what it was asked for did not end in time"));
   }
 
   ServerUnaryReactor* refuse(const Flight& flight, const absl::Status& status) {
@@ -156,13 +158,14 @@ class Service::Impl {
   // Posts a request; `fill` writes the reply's message on the executor and returns the pages it names.
   template <class Request, class Fill>
   ServerUnaryReactor* post(Flight flight, Request request, Fill fill) {
-    (void)doors_.post(Call<Request>{std::move(request), [this, flight, fill = std::move(fill)](absl::StatusOr<typename Request::Reply> reply) mutable {
-                                      executor_.run([this, flight, fill = std::move(fill), reply = std::move(reply)]() mutable {
-                                        if (!is_open(flight)) return;
-                                        if (reply.ok()) flight.pages += fill(*reply);
-                                        land(flight, reply.status());
-                                      });
-                                    }});
+    (void)doors_.post(
+        Call<Request>{std::move(request), [this, flight, fill = std::move(fill)](absl::StatusOr<typename Request::Reply> reply) mutable {
+                        executor_.run([this, flight, fill = std::move(fill), reply = std::move(reply)]() mutable {
+                          if (!is_open(flight)) return;
+                          if (reply.ok()) flight.pages += fill(*reply);
+                          land(flight, reply.status());
+                        });
+                      }});
     return flight.reactor;
   }
 
@@ -171,8 +174,8 @@ class Service::Impl {
     const std::string id = metadata_of(context, attach::kSessionMetadata);
     const std::string secret = metadata_of(context, attach::kSecretMetadata);
     if (id.empty() || id.size() > 20 || !absl::SimpleAtoi(id, &session)) {
-      return make_error(ErrorCode::kWrongOwner, absl::StrCat("the call carries no session; attach first, then send ", attach::kSessionMetadata, " and ",
-                                                             attach::kSecretMetadata, " as metadata"));
+      return make_error(ErrorCode::kWrongOwner, absl::StrCat("the call carries no session; attach first, then send ",
+                                                             attach::kSessionMetadata, " and ", attach::kSecretMetadata, " as metadata"));
     }
     if (absl::Status status = doors_.registry.check(SessionId(session), {secret.data(), secret.size()}); !status.ok()) return status;
     return SessionId(session);
@@ -192,7 +195,8 @@ class Service::Impl {
   }
   absl::Status operator_check(const CallbackServerContext* context) const {
     if (may_operate(context)) return absl::OkStatus();
-    return make_error(ErrorCode::kWrongOwner, absl::StrCat("operator calls are taken at unix:", options_.unix_path, " only; listen.remote_operators opens the TCP port"));
+    return make_error(ErrorCode::kWrongOwner, absl::StrCat("operator calls are taken at unix:", options_.unix_path,
+                                                           " only; listen.remote_operators opens the TCP port"));
   }
 
   absl::StatusOr<const ServicePoolSet*> set_named(const std::string& name) const {
@@ -216,29 +220,34 @@ class Service::Impl {
     const Flight flight = depart(context, verb);
     absl::StatusOr<SessionId> session = session_of(context);
     if (!session.ok()) return refuse(flight, session.status());
-    if (doors_.reads == nullptr) return refuse(flight, make_error(ErrorCode::kImpossible, "this daemon reads for nobody: it was built without kernels for its pools' memory"));
+    if (doors_.reads == nullptr)
+      return refuse(flight,
+                    make_error(ErrorCode::kImpossible, "this daemon reads for nobody: it was built without kernels for its pools' memory"));
     absl::StatusOr<const ServicePoolSet*> set = set_named(doors_.registry.entry(*session).pool_set);
     if (!set.ok()) return refuse(flight, set.status());
-    const auto finish = [this, flight, session = *session, set_id = (*set)->set, request, reply, read](PageTable table, LeaseId lease, bool release) {
+    const auto finish = [this, flight, session = *session, set_id = (*set)->set, request, reply, read](PageTable table, LeaseId lease,
+                                                                                                       bool release) {
       absl::Status read_status;
       {
         MutexLock reading(read_mutex_);
         if (!is_open(flight)) return;
         read_status = read(*doors_.reads, table, set_id, *request, *reply);
       }
-      (void)doors_.post(Call<Recheck>{{session, lease, {}}, [this, flight, session, lease, release, read_status, reply](absl::StatusOr<Nothing> good) {
-                                        executor_.run([this, flight, session, lease, release, read_status, reply, good = good.status()] {
-                                          if (release) (void)doors_.post(Call<Release>{{session, lease}, [](absl::StatusOr<Nothing>) {}});
-                                          if (!is_open(flight)) return;
-                                          if (read_status.ok() && !good.ok()) reply->Clear();  // the bytes were not good all along
-                                          land(flight, read_status.ok() ? good : read_status);
-                                        });
-                                      }});
+      (void)doors_.post(
+          Call<Recheck>{{session, lease, {}}, [this, flight, session, lease, release, read_status, reply](absl::StatusOr<Nothing> good) {
+                          executor_.run([this, flight, session, lease, release, read_status, reply, good = good.status()] {
+                            if (release) (void)doors_.post(Call<Release>{{session, lease}, [](absl::StatusOr<Nothing>) {}});
+                            if (!is_open(flight)) return;
+                            if (read_status.ok() && !good.ok()) reply->Clear();  // the bytes were not good all along
+                            land(flight, read_status.ok() ? good : read_status);
+                          });
+                        }});
     };
     // A lease that is already open answers a repeated acquire with its table; a fresh id on a sequence is for this call alone.
     const bool own = request->sequence() != 0;
     const LeaseId lease(own ? next_read_lease_.fetch_add(1, std::memory_order_relaxed) : request->lease());
-    (void)doors_.post(Call<Acquire>{{*session, lease, SequenceId(request->sequence()), {}}, [this, flight, lease, own, finish](absl::StatusOr<Acquire::Reply> acquired) {
+    (void)doors_.post(Call<Acquire>{{*session, lease, SequenceId(request->sequence()), {}},
+                                    [this, flight, lease, own, finish](absl::StatusOr<Acquire::Reply> acquired) {
                                       read_executor_.run([this, flight, lease, own, finish, acquired = std::move(acquired)] {
                                         if (!acquired.ok()) return land(flight, acquired.status());
                                         finish(acquired->table, lease, own);
@@ -252,7 +261,8 @@ class Service::Impl {
    public:
     explicit NeedleService(Impl& impl) : impl_(impl) {}
 
-    ServerUnaryReactor* OpenSession(CallbackServerContext* context, const v1::OpenSessionRequest* request, v1::OpenSessionReply* reply) override {
+    ServerUnaryReactor* OpenSession(CallbackServerContext* context, const v1::OpenSessionRequest* request,
+                                    v1::OpenSessionReply* reply) override {
       Impl& impl = impl_;
       const Flight flight = impl.depart(context, Verb::open_session);
       absl::StatusOr<const ServicePoolSet*> set = impl.set_named(request->pool_set());
@@ -266,30 +276,33 @@ class Service::Impl {
       Attach attach;
       attach.pool_set = (*set)->name;
       attach.format = (*set)->format;
-      return impl.post(flight, std::move(attach), [&impl, set = *set, secret = *secret, client = request->client().substr(0, attach::kNameBytesMax), reply](const Attach::Reply& attached) {
-        impl.doors_.registry.add({attached.session, client, set->name, {}, false}, secret, nullptr);
-        reply->set_session(attached.session.value());
-        reply->set_secret(secret.data(), secret.size());
-        reply->set_incarnation(attached.incarnation.value());
-        reply->set_heartbeat_ms(static_cast<uint32_t>(attached.heartbeat_ms));
-        reply->set_format(set->format);
-        for (int kind = 0; kind < kPoolKinds; ++kind) {
-          const PoolLayout& layout = attached.pools[static_cast<size_t>(kind)];
-          v1::PoolLayout* wire = reply->add_pools();
-          wire->set_pool(layout.pool.value());
-          wire->set_kind(kPoolKindNames[kind]);
-          wire->set_epoch(layout.epoch.value());
-          wire->set_page_bytes(layout.shape.page_bytes);
-          wire->set_page_tokens(layout.shape.page_tokens);
-          wire->set_chunk_bytes(layout.shape.chunk_bytes);
-          wire->set_chunks_max(layout.shape.chunks_max);
-        }
-        return int64_t{0};
-      });
+      return impl.post(flight, std::move(attach),
+                       [&impl, set = *set, secret = *secret, client = request->client().substr(0, attach::kNameBytesMax),
+                        reply](const Attach::Reply& attached) {
+                         impl.doors_.registry.add({attached.session, client, set->name, {}, false}, secret, nullptr);
+                         reply->set_session(attached.session.value());
+                         reply->set_secret(secret.data(), secret.size());
+                         reply->set_incarnation(attached.incarnation.value());
+                         reply->set_heartbeat_ms(static_cast<uint32_t>(attached.heartbeat_ms));
+                         reply->set_format(set->format);
+                         for (int kind = 0; kind < kPoolKinds; ++kind) {
+                           const PoolLayout& layout = attached.pools[static_cast<size_t>(kind)];
+                           v1::PoolLayout* wire = reply->add_pools();
+                           wire->set_pool(layout.pool.value());
+                           wire->set_kind(kPoolKindNames[kind]);
+                           wire->set_epoch(layout.epoch.value());
+                           wire->set_page_bytes(layout.shape.page_bytes);
+                           wire->set_page_tokens(layout.shape.page_tokens);
+                           wire->set_chunk_bytes(layout.shape.chunk_bytes);
+                           wire->set_chunks_max(layout.shape.chunks_max);
+                         }
+                         return int64_t{0};
+                       });
     }
 
     ServerUnaryReactor* Heartbeat(CallbackServerContext* context, const v1::Empty*, v1::Empty*) override {
-      return impl_.session_call(context, Verb::heartbeat, [](SessionId session) { return server::Heartbeat{session}; }, nothing);
+      return impl_.session_call(
+          context, Verb::heartbeat, [](SessionId session) { return server::Heartbeat{session}; }, nothing);
     }
     ServerUnaryReactor* CloseSession(CallbackServerContext* context, const v1::Empty*, v1::Empty*) override {
       return ending_call<Detach>(context, Verb::close_session);
@@ -304,7 +317,11 @@ class Service::Impl {
       return impl_.session_call(
           context, Verb::reserve,
           [&](SessionId session) {
-            return server::Reserve{session, TicketId(request->ticket()), SequenceId(request->sequence()), request->tokens(), *std::move(names),
+            return server::Reserve{session,
+                                   TicketId(request->ticket()),
+                                   SequenceId(request->sequence()),
+                                   request->tokens(),
+                                   *std::move(names),
                                    {request->resume_tokens_wanted().begin(), request->resume_tokens_wanted().end()}};
           },
           [reply](const server::Reserve::Reply& reserved) {
@@ -327,7 +344,9 @@ class Service::Impl {
       const int64_t pages = static_cast<int64_t>(seals->size());
       return impl_.session_call(
           context, Verb::seal_pages,
-          [&](SessionId session) { return server::SealPages{session, TicketId(request->ticket()), request->step(), *std::move(seals)}; },
+          [&](SessionId session) {
+            return server::SealPages{session, TicketId(request->ticket()), request->step(), *std::move(seals)};
+          },
           [reply, pages](const TicketView& view) {
             wire::put(view, reply);
             return pages;
@@ -337,8 +356,11 @@ class Service::Impl {
       return impl_.session_call(
           context, Verb::seal_resume_point,
           [&](SessionId session) {
-            return server::SealResumePoint{session, TicketId(request->ticket()), request->tokens(),
-                                           {request->window_checksums().begin(), request->window_checksums().end()}, request->state_checksum()};
+            return server::SealResumePoint{session,
+                                           TicketId(request->ticket()),
+                                           request->tokens(),
+                                           {request->window_checksums().begin(), request->window_checksums().end()},
+                                           request->state_checksum()};
           },
           nothing);
     }
@@ -370,13 +392,18 @@ class Service::Impl {
     }
     ServerUnaryReactor* Forfeit(CallbackServerContext* context, const v1::ForfeitRequest* request, v1::Empty*) override {
       return impl_.session_call(
-          context, Verb::forfeit, [&](SessionId session) { return server::Forfeit{session, TicketId(request->ticket()), request->fenced()}; }, nothing);
+          context, Verb::forfeit,
+          [&](SessionId session) {
+            return server::Forfeit{session, TicketId(request->ticket()), request->fenced()};
+          },
+          nothing);
     }
     ServerUnaryReactor* Adopt(CallbackServerContext* context, const v1::AdoptRequest* request, v1::AdoptReply* reply) override {
       return impl_.session_call(
           context, Verb::adopt,
           [&](SessionId session) {
-            return server::Adopt{session, LeaseId(request->lease()), TicketId(request->ticket()), SequenceId(request->sequence()), request->tokens()};
+            return server::Adopt{session, LeaseId(request->lease()), TicketId(request->ticket()), SequenceId(request->sequence()),
+                                 request->tokens()};
           },
           [reply](const server::Adopt::Reply& adopted) {
             wire::put(adopted, reply);
@@ -389,7 +416,10 @@ class Service::Impl {
       if (!names.ok()) return impl_.refuse(impl_.depart(context, Verb::lookup), names.status());
       const int64_t pages = static_cast<int64_t>(names->size());
       return impl_.session_call(
-          context, Verb::lookup, [&](SessionId session) { return server::Lookup{session, *std::move(names)}; },
+          context, Verb::lookup,
+          [&](SessionId session) {
+            return server::Lookup{session, *std::move(names)};
+          },
           [reply, pages](const server::Lookup::Reply& found) {
             reply->set_matched_tokens(found.matched_tokens);
             reply->set_resume_tokens(found.resume_tokens);
@@ -401,7 +431,9 @@ class Service::Impl {
       if (!names.ok()) return impl_.refuse(impl_.depart(context, Verb::acquire), names.status());
       return impl_.session_call(
           context, Verb::acquire,
-          [&](SessionId session) { return server::Acquire{session, LeaseId(request->lease()), SequenceId(request->sequence()), *std::move(names)}; },
+          [&](SessionId session) {
+            return server::Acquire{session, LeaseId(request->lease()), SequenceId(request->sequence()), *std::move(names)};
+          },
           [reply](const server::Acquire::Reply& acquired) {
             reply->set_lease(acquired.lease.value());
             wire::put(acquired.table, reply->mutable_table());
@@ -411,32 +443,37 @@ class Service::Impl {
     }
     ServerUnaryReactor* Release(CallbackServerContext* context, const v1::LeaseRequest* request, v1::Empty*) override {
       return impl_.session_call(
-          context, Verb::release, [&](SessionId session) { return server::Release{session, LeaseId(request->lease())}; }, nothing);
+          context, Verb::release,
+          [&](SessionId session) {
+            return server::Release{session, LeaseId(request->lease())};
+          },
+          nothing);
     }
     ServerUnaryReactor* Recheck(CallbackServerContext* context, const v1::RecheckRequest* request, v1::Empty*) override {
       if (request->pools_size() != request->pages_size()) {
-        return impl_.refuse(impl_.depart(context, Verb::recheck), make_error(ErrorCode::kInvalid, "recheck: `pools` and `pages` differ in length"));
+        return impl_.refuse(impl_.depart(context, Verb::recheck),
+                            make_error(ErrorCode::kInvalid, "recheck: `pools` and `pages` differ in length"));
       }
       return impl_.session_call(
           context, Verb::recheck,
           [&](SessionId session) {
             server::Recheck recheck{session, LeaseId(request->lease()), {}};
-            for (int i = 0; i < request->pages_size(); ++i) recheck.pages.push_back({PoolId(request->pools(i)), wire::unpack(request->pages(i))});
+            for (int i = 0; i < request->pages_size(); ++i)
+              recheck.pages.push_back({PoolId(request->pools(i)), wire::unpack(request->pages(i))});
             return recheck;
           },
           nothing);
     }
     ServerUnaryReactor* ReadTopk(CallbackServerContext* context, const v1::ReadTopkRequest* request, v1::ReadTopkReply* reply) override {
       return impl_.remote_read(context, Verb::read_topk, request, reply,
-                               [](RemoteReads& reads, const PageTable& table, PoolSetId set, const v1::ReadTopkRequest& in, v1::ReadTopkReply& out) {
-                                 return reads.read_topk(table, set, in, out);
-                               });
+                               [](RemoteReads& reads, const PageTable& table, PoolSetId set, const v1::ReadTopkRequest& in,
+                                  v1::ReadTopkReply& out) { return reads.read_topk(table, set, in, out); });
     }
-    ServerUnaryReactor* ReadEntries(CallbackServerContext* context, const v1::ReadEntriesRequest* request, v1::ReadEntriesReply* reply) override {
+    ServerUnaryReactor* ReadEntries(CallbackServerContext* context, const v1::ReadEntriesRequest* request,
+                                    v1::ReadEntriesReply* reply) override {
       return impl_.remote_read(context, Verb::read_entries, request, reply,
-                               [](RemoteReads& reads, const PageTable& table, PoolSetId set, const v1::ReadEntriesRequest& in, v1::ReadEntriesReply& out) {
-                                 return reads.read_entries(table, set, in, out);
-                               });
+                               [](RemoteReads& reads, const PageTable& table, PoolSetId set, const v1::ReadEntriesRequest& in,
+                                  v1::ReadEntriesReply& out) { return reads.read_entries(table, set, in, out); });
     }
 
     ServerUnaryReactor* ShipStart(CallbackServerContext* context, const v1::ShipStartRequest* request, v1::Empty*) override {
@@ -448,12 +485,17 @@ class Service::Impl {
       const absl::Status format = impl_.doors_.peers.check_format(*source, impl_.doors_.registry.entry(*session).pool_set);
       if (!format.ok()) return impl_.refuse(flight, format);
       return impl_.post(flight,
-                        server::ShipStart{*session, TicketId(request->ticket()), SequenceId(request->sequence()), *source, LeaseId(request->lease()), request->deadline_ms()},
+                        server::ShipStart{*session, TicketId(request->ticket()), SequenceId(request->sequence()), *source,
+                                          LeaseId(request->lease()), request->deadline_ms()},
                         nothing);
     }
-    ServerUnaryReactor* ShipProgress(CallbackServerContext* context, const v1::TicketRequest* request, v1::ShipProgressReply* reply) override {
+    ServerUnaryReactor* ShipProgress(CallbackServerContext* context, const v1::TicketRequest* request,
+                                     v1::ShipProgressReply* reply) override {
       return impl_.session_call(
-          context, Verb::ship_progress, [&](SessionId session) { return server::ShipProgress{session, TicketId(request->ticket())}; },
+          context, Verb::ship_progress,
+          [&](SessionId session) {
+            return server::ShipProgress{session, TicketId(request->ticket())};
+          },
           [reply](const server::ShipProgress::Reply& progress) {
             reply->set_state(kShipStateNames[static_cast<size_t>(progress.state)]);
             reply->set_attempt(progress.attempt);
@@ -466,7 +508,10 @@ class Service::Impl {
     }
     ServerUnaryReactor* ShipWait(CallbackServerContext* context, const v1::TicketRequest* request, v1::LeasedTable* reply) override {
       return impl_.session_call(
-          context, Verb::ship_wait, [&](SessionId session) { return server::ShipWait{session, TicketId(request->ticket())}; },
+          context, Verb::ship_wait,
+          [&](SessionId session) {
+            return server::ShipWait{session, TicketId(request->ticket())};
+          },
           [reply](const server::ShipWait::Reply& shipped) {
             reply->set_lease(shipped.lease.value());
             wire::put(shipped.table, reply->mutable_table());
@@ -475,7 +520,11 @@ class Service::Impl {
     }
     ServerUnaryReactor* ShipCancel(CallbackServerContext* context, const v1::TicketRequest* request, v1::Empty*) override {
       return impl_.session_call(
-          context, Verb::ship_cancel, [&](SessionId session) { return server::ShipCancel{session, TicketId(request->ticket())}; }, nothing);
+          context, Verb::ship_cancel,
+          [&](SessionId session) {
+            return server::ShipCancel{session, TicketId(request->ticket())};
+          },
+          nothing);
     }
 
    private:
@@ -484,7 +533,10 @@ class Service::Impl {
     template <class Request>
     ServerUnaryReactor* step_call(CallbackServerContext* context, Verb verb, const v1::ExtendRequest* request, v1::TicketView* reply) {
       return impl_.session_call(
-          context, verb, [&](SessionId session) { return Request{session, TicketId(request->ticket()), request->step(), request->tokens()}; },
+          context, verb,
+          [&](SessionId session) {
+            return Request{session, TicketId(request->ticket()), request->step(), request->tokens()};
+          },
           [reply](const TicketView& view) {
             wire::put(view, reply);
             return static_cast<int64_t>(view.paged.size());
@@ -545,27 +597,29 @@ class Service::Impl {
       absl::StatusOr<const ServicePoolSet*> set = impl_.set_named(request->pool_set());
       if (!set.ok()) return impl_.refuse(flight, set.status());
       if (request->ratios_size() != 0 && request->ratios_size() != kPoolKinds) {
-        return impl_.refuse(flight, make_error(ErrorCode::kInvalid, absl::StrCat("resize: ", request->ratios_size(), " ratios; give ", kPoolKinds, " (paged, window, state) or none")));
+        return impl_.refuse(flight, make_error(ErrorCode::kInvalid, absl::StrCat("resize: ", request->ratios_size(), " ratios; give ",
+                                                                                 kPoolKinds, " (paged, window, state) or none")));
       }
       // What the caller left out is as it is now; the revision makes a change in between a STALE answer, not a surprise.
       Impl& impl = impl_;
-      (void)impl.doors_.post(Call<server::Status>{{}, [&impl, flight, set = *set, request, reply](absl::StatusOr<Snapshot> snapshot) {
-                                                    impl.executor_.run([&impl, flight, set, request, reply, snapshot = std::move(snapshot)] {
-                                                      if (!impl.is_open(flight)) return;
-                                                      if (!snapshot.ok()) return impl.land(flight, snapshot.status());
-                                                      server::Resize resize;
-                                                      for (const Snapshot::Set& row : snapshot->sets) {
-                                                        if (row.set != set->set) continue;
-                                                        resize.set = row.set;
-                                                        resize.revision = request->revision() != 0 ? request->revision() : row.revision + 1;
-                                                        resize.budget_bytes = request->budget_bytes() != 0 ? request->budget_bytes() : row.budget_bytes;
-                                                        resize.ratios = row.ratios;
-                                                      }
-                                                      for (int i = 0; i < request->ratios_size(); ++i) resize.ratios[static_cast<size_t>(i)] = request->ratios(i);
-                                                      resize.dry_run = request->dry_run();
-                                                      impl.post(flight, resize, [&impl, reply](const ResizeProgress& progress) { return impl.fill_resize(progress, *reply); });
-                                                    });
-                                                  }});
+      (void)impl.doors_.post(Call<server::Status>{
+          {}, [&impl, flight, set = *set, request, reply](absl::StatusOr<Snapshot> snapshot) {
+            impl.executor_.run([&impl, flight, set, request, reply, snapshot = std::move(snapshot)] {
+              if (!impl.is_open(flight)) return;
+              if (!snapshot.ok()) return impl.land(flight, snapshot.status());
+              server::Resize resize;
+              for (const Snapshot::Set& row : snapshot->sets) {
+                if (row.set != set->set) continue;
+                resize.set = row.set;
+                resize.revision = request->revision() != 0 ? request->revision() : row.revision + 1;
+                resize.budget_bytes = request->budget_bytes() != 0 ? request->budget_bytes() : row.budget_bytes;
+                resize.ratios = row.ratios;
+              }
+              for (int i = 0; i < request->ratios_size(); ++i) resize.ratios[static_cast<size_t>(i)] = request->ratios(i);
+              resize.dry_run = request->dry_run();
+              impl.post(flight, resize, [&impl, reply](const ResizeProgress& progress) { return impl.fill_resize(progress, *reply); });
+            });
+          }});
       return flight.reactor;
     }
     ServerUnaryReactor* ResizeStatus(CallbackServerContext* context, const v1::PoolSetRequest* request, v1::ResizeReply* reply) override {
@@ -579,28 +633,30 @@ class Service::Impl {
       if (absl::Status status = impl_.operator_check(context); !status.ok()) return impl_.refuse(flight, status);
       absl::StatusOr<const ServicePoolSet*> set = impl_.set_named(request->pool_set());
       if (!set.ok()) return impl_.refuse(flight, set.status());
-      return impl_.post(flight, server::Evict{(*set)->set, request->pages(), request->sequence() == 0 ? SequenceId() : SequenceId(request->sequence())},
-                        [reply](const server::Evict::Reply& evicted) {
-                          reply->set_pages(evicted.pages);
-                          return evicted.pages;
-                        });
+      return impl_.post(
+          flight, server::Evict{(*set)->set, request->pages(), request->sequence() == 0 ? SequenceId() : SequenceId(request->sequence())},
+          [reply](const server::Evict::Reply& evicted) {
+            reply->set_pages(evicted.pages);
+            return evicted.pages;
+          });
     }
     ServerUnaryReactor* Sequences(CallbackServerContext* context, const v1::SequencesRequest* request, v1::SequencesReply* reply) override {
       const Flight flight = impl_.depart(context, Verb::sequences);
       if (absl::Status status = impl_.operator_check(context); !status.ok()) return impl_.refuse(flight, status);
       absl::StatusOr<const ServicePoolSet*> set = impl_.set_named(request->pool_set());
       if (!set.ok()) return impl_.refuse(flight, set.status());
-      return impl_.post(flight, server::ListSequences{(*set)->set, request->count_max()}, [reply](const server::ListSequences::Reply& listed) {
-        for (const server::ListSequences::Row& row : listed.rows) {
-          v1::SequenceRow* wire = reply->add_sequences();
-          wire->set_sequence(row.sequence.value());
-          wire->set_tokens(row.tokens);
-          wire->set_pages(row.pages);
-          wire->set_leases(row.leases);
-        }
-        reply->set_total(listed.total);
-        return int64_t{0};
-      });
+      return impl_.post(flight, server::ListSequences{(*set)->set, request->count_max()},
+                        [reply](const server::ListSequences::Reply& listed) {
+                          for (const server::ListSequences::Row& row : listed.rows) {
+                            v1::SequenceRow* wire = reply->add_sequences();
+                            wire->set_sequence(row.sequence.value());
+                            wire->set_tokens(row.tokens);
+                            wire->set_pages(row.pages);
+                            wire->set_leases(row.leases);
+                          }
+                          reply->set_total(listed.total);
+                          return int64_t{0};
+                        });
     }
     ServerUnaryReactor* Drain(CallbackServerContext* context, const v1::Empty*, v1::Empty*) override {
       const Flight flight = impl_.depart(context, Verb::drain);
@@ -647,7 +703,8 @@ class Service::Impl {
       if (absl::Status status = impl_.operator_check(context); !status.ok()) return impl_.refuse(flight, status);
       absl::StatusOr<const ServicePoolSet*> set = impl_.set_named(request->pool_set());
       if (!set.ok()) return impl_.refuse(flight, set.status());
-      return impl_.post(flight, Request{(*set)->set}, [&impl = impl_, reply](const ResizeProgress& progress) { return impl.fill_resize(progress, *reply); });
+      return impl_.post(flight, Request{(*set)->set},
+                        [&impl = impl_, reply](const ResizeProgress& progress) { return impl.fill_resize(progress, *reply); });
     }
     Impl& impl_;
   };
@@ -771,7 +828,8 @@ class Service::Impl {
     for (const PeerRow& row : doors_.peers.rows()) {
       if (row.name != request.peer()) continue;
       found = true;
-      step("peer " + row.name, row.state == PeerState::kUp, absl::StrCat(kPeerStateNames[static_cast<size_t>(row.state)], " at ", row.address, row.detail.empty() ? "" : ": ", row.detail),
+      step("peer " + row.name, row.state == PeerState::kUp,
+           absl::StrCat(kPeerStateNames[static_cast<size_t>(row.state)], " at ", row.address, row.detail.empty() ? "" : ": ", row.detail),
            row.last_heard_seconds);
       for (const ServicePoolSet& set : options_.sets) {
         const absl::Status format = doors_.peers.check_format(row.node, set.name);
@@ -787,10 +845,10 @@ class Service::Impl {
   Condition landed_;
   std::map<uint64_t, Flight> open_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_flight_ ABSL_GUARDED_BY(mutex_) = 1;
-  std::atomic<uint64_t> next_read_lease_{uint64_t{1} << 63};   // apart from callers' random ids, which repeat never in practice
+  std::atomic<uint64_t> next_read_lease_{uint64_t{1} << 63};  // apart from callers' random ids, which repeat never in practice
   Executor executor_;
-  Mutex read_mutex_;    // held while a read writes its reply
-  Executor read_executor_;   // reads take milliseconds; other verbs' answers don't wait for them
+  Mutex read_mutex_;        // held while a read writes its reply
+  Executor read_executor_;  // reads take milliseconds; other verbs' answers don't wait for them
   NeedleService needle_;
   OperatorService operator_;
   PeerService peer_;

@@ -75,7 +75,8 @@ class RemoteReads {
  public:
   virtual ~RemoteReads() = default;
   virtual absl::Status read_topk(const PageTable& table, PoolSetId set, const v1::ReadTopkRequest& request, v1::ReadTopkReply& reply) = 0;
-  virtual absl::Status read_entries(const PageTable& table, PoolSetId set, const v1::ReadEntriesRequest& request, v1::ReadEntriesReply& reply) = 0;
+  virtual absl::Status read_entries(const PageTable& table, PoolSetId set, const v1::ReadEntriesRequest& request,
+                                    v1::ReadEntriesReply& reply) = 0;
 };
 
 std::string service_libraries();  // "gRPC 1.51.1, protobuf 3.21.12"

@@ -39,9 +39,7 @@ struct PoolSet {
   int64_t page_tokens() const { return options.shapes[0].page_tokens; }
   int64_t window_page_tokens() const { return options.shapes[1].page_tokens; }
   // Window pages that a running sequence needs: the trailing window at any offset.
-  int64_t window_ring() const {
-    return options.window_tokens == 0 ? 0 : div_ceil(options.window_tokens, window_page_tokens()) + 1;
-  }
+  int64_t window_ring() const { return options.window_tokens == 0 ? 0 : div_ceil(options.window_tokens, window_page_tokens()) + 1; }
   // The window blocks [first, last) that cover the trailing window of `tokens` tokens.
   std::pair<int64_t, int64_t> window_blocks(int64_t tokens) const {
     if (options.window_tokens == 0 || tokens == 0) return {0, 0};

@@ -51,9 +51,7 @@ struct Ticket {
   std::vector<Adopt::Copy> copies;
   bool lease_consumed = false;
 
-  TicketView view() const {
-    return {id, tokens_reserved, tokens_published, pages_sealed, paged, pages_shared, window, state};
-  }
+  TicketView view() const { return {id, tokens_reserved, tokens_published, pages_sealed, paged, pages_shared, window, state}; }
 };
 
 class Tickets {

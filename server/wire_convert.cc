@@ -32,7 +32,8 @@ absl::StatusOr<std::vector<ShippedPage>> shipped_of(const v1::ShippedPages& wire
   }
   std::vector<ShippedPage> pages(static_cast<size_t>(count));
   for (int i = 0; i < count; ++i) {
-    pages[static_cast<size_t>(i)] = {{PoolId(wire.pool(i)), unpack(wire.page(i))}, {wire.name_high(i), wire.name_low(i)}, wire.tokens_end(i), wire.checksum(i)};
+    pages[static_cast<size_t>(i)] = {
+        {PoolId(wire.pool(i)), unpack(wire.page(i))}, {wire.name_high(i), wire.name_low(i)}, wire.tokens_end(i), wire.checksum(i)};
   }
   return pages;
 }
@@ -108,7 +109,8 @@ absl::StatusOr<std::vector<FullPageSeal>> seals_of(const v1::PageSeals& seals) {
     return make_error(ErrorCode::kInvalid, "page seals: `name_high`, `name_low` and `checksum` differ in length");
   }
   std::vector<FullPageSeal> out(static_cast<size_t>(seals.checksum_size()));
-  for (int i = 0; i < seals.checksum_size(); ++i) out[static_cast<size_t>(i)] = {{seals.name_high(i), seals.name_low(i)}, seals.checksum(i)};
+  for (int i = 0; i < seals.checksum_size(); ++i)
+    out[static_cast<size_t>(i)] = {{seals.name_high(i), seals.name_low(i)}, seals.checksum(i)};
   return out;
 }
 
@@ -125,8 +127,10 @@ void put(const absl::Status& status, v1::StatusWire* out) {
 
 absl::Status status_of(const v1::StatusWire& wire) {
   if (wire.code() == 0) return absl::OkStatus();
-  if (const std::optional<ErrorCode> code = error_of_name(wire.error())) return error_from_wire(*code, wire.message(), wire.retry_after_ms());
-  return make_error(ErrorCode::kBug, absl::StrCat("the peer answered code ", wire.code(), " with the unknown error '", wire.error().substr(0, 40), "': ", wire.message()));
+  if (const std::optional<ErrorCode> code = error_of_name(wire.error()))
+    return error_from_wire(*code, wire.message(), wire.retry_after_ms());
+  return make_error(ErrorCode::kBug, absl::StrCat("the peer answered code ", wire.code(), " with the unknown error '",
+                                                  wire.error().substr(0, 40), "': ", wire.message()));
 }
 
 v1::PeerEnvelope envelope_of(const PeerMessage& message, const std::string& from_name) {
@@ -188,7 +192,8 @@ absl::StatusOr<PeerMessage> message_of(const v1::PeerEnvelope& envelope) {
   switch (envelope.body_case()) {
     case v1::PeerEnvelope::kAsk: {
       const v1::ShipAsk& wire = envelope.ask();
-      message.body = ShipAsk{TicketId(wire.ticket()), wire.attempt(), SequenceId(wire.sequence()), wire.pool_set(), wire.format(), wire.pages_known()};
+      message.body =
+          ShipAsk{TicketId(wire.ticket()), wire.attempt(), SequenceId(wire.sequence()), wire.pool_set(), wire.format(), wire.pages_known()};
       return message;
     }
     case v1::PeerEnvelope::kOffer: {
@@ -201,18 +206,21 @@ absl::StatusOr<PeerMessage> message_of(const v1::PeerEnvelope& envelope) {
       offer.first_page = wire.first_page();
       offer.complete = wire.complete();
       offer.tokens = wire.tokens();
-      absl::StatusOr<std::vector<ShippedPage>> lists[] = {shipped_of(wire.pages()), shipped_of(wire.partial()), shipped_of(wire.window()), shipped_of(wire.state())};
+      absl::StatusOr<std::vector<ShippedPage>> lists[] = {shipped_of(wire.pages()), shipped_of(wire.partial()), shipped_of(wire.window()),
+                                                          shipped_of(wire.state())};
       for (const auto& list : lists) {
         if (!list.ok()) return list.status();
       }
-      if (lists[1]->size() > 1 || lists[3]->size() > 1) return make_error(ErrorCode::kInvalid, "an offer has at most one partial page and one state page");
+      if (lists[1]->size() > 1 || lists[3]->size() > 1)
+        return make_error(ErrorCode::kInvalid, "an offer has at most one partial page and one state page");
       offer.pages = *std::move(lists[0]);
       offer.partial = *std::move(lists[1]);
       offer.window = *std::move(lists[2]);
       if (!lists[3]->empty()) offer.state = lists[3]->front();
       for (const v1::ChunkDescriptor& chunk : wire.chunks()) {
         if (static_cast<int64_t>(chunk.registration().size()) > kDescriptorBytesMax) {
-          return make_error(ErrorCode::kInvalid, absl::StrCat("a chunk's registration of ", chunk.registration().size(), " bytes; the limit is ", kDescriptorBytesMax));
+          return make_error(ErrorCode::kInvalid, absl::StrCat("a chunk's registration of ", chunk.registration().size(),
+                                                              " bytes; the limit is ", kDescriptorBytesMax));
         }
         offer.chunks.push_back({PoolId(chunk.pool()), ChunkIndex(chunk.chunk()), chunk.registration()});
       }
@@ -223,8 +231,8 @@ absl::StatusOr<PeerMessage> message_of(const v1::PeerEnvelope& envelope) {
       message.body = ShipConfirm{TicketId(envelope.confirm().ticket()), envelope.confirm().attempt(), LeaseId(envelope.confirm().lease())};
       return message;
     case v1::PeerEnvelope::kConfirmed:
-      message.body = ShipConfirmed{TicketId(envelope.confirmed().ticket()), envelope.confirmed().attempt(), LeaseId(envelope.confirmed().lease()),
-                                   status_of(envelope.confirmed().status())};
+      message.body = ShipConfirmed{TicketId(envelope.confirmed().ticket()), envelope.confirmed().attempt(),
+                                   LeaseId(envelope.confirmed().lease()), status_of(envelope.confirmed().status())};
       return message;
     case v1::PeerEnvelope::kRelease:
       message.body = ShipRelease{TicketId(envelope.release().ticket()), envelope.release().attempt(), LeaseId(envelope.release().lease())};

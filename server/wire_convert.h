@@ -17,9 +17,7 @@
 namespace needle::server::wire {
 
 constexpr uint64_t pack(PageId page) { return uint64_t{page.generation.value()} << 32 | page.index.value(); }
-constexpr PageId unpack(uint64_t wire) {
-  return {PageIndex(static_cast<uint32_t>(wire)), Generation(static_cast<uint32_t>(wire >> 32))};
-}
+constexpr PageId unpack(uint64_t wire) { return {PageIndex(static_cast<uint32_t>(wire)), Generation(static_cast<uint32_t>(wire >> 32))}; }
 
 void put(const PageTable& table, v1::PageTable* out);
 void put(const TicketView& view, v1::TicketView* out);

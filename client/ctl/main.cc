@@ -49,8 +49,7 @@ uint64_t random_id() {
 
 class Daemon {
  public:
-  explicit Daemon(const std::string& target)
-      : target_(target), channel_(grpc::CreateChannel(target, grpc::InsecureChannelCredentials())) {}
+  explicit Daemon(const std::string& target) : target_(target), channel_(grpc::CreateChannel(target, grpc::InsecureChannelCredentials())) {}
 
   template <class Stub, class Request, class Reply>
   Reply call(grpc::Status (Stub::*verb)(grpc::ClientContext*, const Request&, Reply*), const Request& request,
@@ -72,8 +71,8 @@ class Daemon {
       const std::optional<ErrorCode> code = error_of_name({name->second.data(), name->second.size()});
       if (code.has_value() && error_row(*code).action == ErrorAction::kRetry) exit = kRetryLater;
     } else if (status.error_code() == grpc::StatusCode::UNAVAILABLE || status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
-      throw Refusal{kUnreachable, "no answer from " + target_ + ": " + status.error_message() +
-                                      ". Is needled running, and is --socket its grpc.sock?"};
+      throw Refusal{kUnreachable,
+                    "no answer from " + target_ + ": " + status.error_message() + ". Is needled running, and is --socket its grpc.sock?"};
     }
     throw Refusal{exit, status.error_message()};
   }
@@ -96,6 +95,7 @@ class Daemon {
     session_ = reply.session();
     secret_ = reply.secret();
   }
+
  private:
   void close_session() {
     if (session_ == 0) return;
@@ -157,10 +157,18 @@ std::string hex(uint64_t value) {
 }
 
 json json_of(const v1::Occupancy& pool) {
-  return {{"kind", pool.kind()},           {"free", pool.free()},         {"reserved", pool.reserved()},
-          {"sealed_idle", pool.sealed_idle()}, {"leased", pool.leased()},     {"draining", pool.draining()},
-          {"capacity", pool.capacity()},   {"gap", pool.gap()},           {"retiring", pool.retiring()},
-          {"chunks", pool.chunks()},       {"chunk_bytes", pool.chunk_bytes()}, {"page_bytes", pool.page_bytes()}};
+  return {{"kind", pool.kind()},
+          {"free", pool.free()},
+          {"reserved", pool.reserved()},
+          {"sealed_idle", pool.sealed_idle()},
+          {"leased", pool.leased()},
+          {"draining", pool.draining()},
+          {"capacity", pool.capacity()},
+          {"gap", pool.gap()},
+          {"retiring", pool.retiring()},
+          {"chunks", pool.chunks()},
+          {"chunk_bytes", pool.chunk_bytes()},
+          {"page_bytes", pool.page_bytes()}};
 }
 
 json json_of(const v1::PoolSetStatus& set) {
@@ -181,9 +189,11 @@ json json_of(const v1::PoolSetStatus& set) {
 }
 
 json json_of(const v1::SessionStatus& session) {
-  return {{"session", session.session()}, {"client", session.client()},   {"pid", session.pid()},
-          {"uid", session.uid()},         {"silent", session.silent()},   {"tickets", session.tickets()},
-          {"leases", session.leases()},   {"pinned_pages", session.pinned_pages()}, {"pool_set", session.pool_set()}};
+  return {{"session", session.session()},  {"client", session.client()},
+          {"pid", session.pid()},          {"uid", session.uid()},
+          {"silent", session.silent()},    {"tickets", session.tickets()},
+          {"leases", session.leases()},    {"pinned_pages", session.pinned_pages()},
+          {"pool_set", session.pool_set()}};
 }
 
 v1::StatusReply status_of(Daemon& daemon) { return daemon.call(&v1::Operator::Stub::Status, v1::Empty()); }
@@ -202,10 +212,18 @@ void expect_pool(const v1::StatusReply& status, const std::string& pool) {
 int status(Daemon& daemon, bool as_json) {
   const v1::StatusReply reply = status_of(daemon);
   if (as_json) {
-    json document = {{"node", reply.node()},           {"instance", reply.instance()},   {"build", reply.build()},
-                     {"incarnation", hex(reply.incarnation())}, {"stopping", reply.stopping()}, {"uptime_seconds", reply.uptime_seconds()},
-                     {"transport", reply.transport()}, {"memory", reply.memory()},       {"tickets_open", reply.tickets_open()},
-                     {"leases_open", reply.leases_open()}, {"ships_open", reply.ships_open()}, {"bytes_in_flight", reply.bytes_in_flight()}};
+    json document = {{"node", reply.node()},
+                     {"instance", reply.instance()},
+                     {"build", reply.build()},
+                     {"incarnation", hex(reply.incarnation())},
+                     {"stopping", reply.stopping()},
+                     {"uptime_seconds", reply.uptime_seconds()},
+                     {"transport", reply.transport()},
+                     {"memory", reply.memory()},
+                     {"tickets_open", reply.tickets_open()},
+                     {"leases_open", reply.leases_open()},
+                     {"ships_open", reply.ships_open()},
+                     {"bytes_in_flight", reply.bytes_in_flight()}};
     document["sets"] = json::array();
     for (const auto& set : reply.sets()) document["sets"].push_back(json_of(set));
     document["clients"] = json::array();
@@ -243,9 +261,9 @@ int pools(Daemon& daemon, bool as_json, bool with_formats) {
   for (const auto& set : reply.sets()) {
     for (const auto& pool : set.pools()) {
       if (pool.page_bytes() == 0) continue;
-      table.row({set.name(), pool.kind(), number(pool.free()), number(pool.reserved()), number(pool.sealed_idle()),
-                 number(pool.leased()), number(pool.draining()), number(pool.capacity()), number(pool.gap()),
-                 number(pool.retiring()), number(pool.chunks()), bytes_text(pool.chunks() * pool.chunk_bytes())});
+      table.row({set.name(), pool.kind(), number(pool.free()), number(pool.reserved()), number(pool.sealed_idle()), number(pool.leased()),
+                 number(pool.draining()), number(pool.capacity()), number(pool.gap()), number(pool.retiring()), number(pool.chunks()),
+                 bytes_text(pool.chunks() * pool.chunk_bytes())});
     }
   }
   table.print();
@@ -290,9 +308,13 @@ int peers(Daemon& daemon, bool as_json, const std::string& add) {
   if (as_json) {
     json document = json::array();
     for (const auto& peer : reply.peers()) {
-      document.push_back({{"name", peer.name()}, {"address", peer.address()}, {"state", peer.state()},
-                          {"incarnation", hex(peer.incarnation())}, {"last_heard_seconds", peer.last_heard_seconds()},
-                          {"transport", peer.transport()}, {"detail", peer.detail()}});
+      document.push_back({{"name", peer.name()},
+                          {"address", peer.address()},
+                          {"state", peer.state()},
+                          {"incarnation", hex(peer.incarnation())},
+                          {"last_heard_seconds", peer.last_heard_seconds()},
+                          {"transport", peer.transport()},
+                          {"detail", peer.detail()}});
     }
     print(document);
     return kDone;
@@ -323,7 +345,10 @@ int sequences(Daemon& daemon, bool as_json, const std::string& pool, int64_t cou
       rows.push_back({{"sequence", row.sequence()}, {"tokens", row.tokens()}, {"pages", row.pages()}, {"leases", row.leases()}});
       table.row({set.name(), std::to_string(row.sequence()), number(row.tokens()), number(row.pages()), number(row.leases())});
     }
-    document.push_back({{"name", set.name()}, {"total", reply.total()}, {"named_pages", set.named_pages()}, {"resume_points", set.resume_points()},
+    document.push_back({{"name", set.name()},
+                        {"total", reply.total()},
+                        {"named_pages", set.named_pages()},
+                        {"resume_points", set.resume_points()},
                         {"sequences", rows}});
     if (reply.total() > reply.sequences_size()) {
       table.row({set.name(), "...", "", "", number(reply.sequences_size()) + " of " + number(reply.total())});
@@ -354,8 +379,9 @@ int ship(Daemon& daemon, bool as_json, const std::string& pool, const std::strin
   while (true) {
     progress = daemon.call(&v1::Needle::Stub::ShipProgress, ticket);
     if (progress.state() == "sealed" || progress.state() == "failed" || elapsed_ms() > deadline_ms) break;
-    if (!as_json) std::fprintf(stderr, "\r%s: %lld of %lld pages", progress.state().c_str(), static_cast<long long>(progress.pages_arrived()),
-                               static_cast<long long>(progress.pages_known()));
+    if (!as_json)
+      std::fprintf(stderr, "\r%s: %lld of %lld pages", progress.state().c_str(), static_cast<long long>(progress.pages_arrived()),
+                   static_cast<long long>(progress.pages_known()));
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
   }
   if (!as_json) std::fprintf(stderr, "\n");
@@ -364,12 +390,16 @@ int ship(Daemon& daemon, bool as_json, const std::string& pool, const std::strin
   lease.set_lease(request.lease());
   daemon.call(&v1::Needle::Stub::Release, lease);
   if (as_json) {
-    print({{"sequence", sequence}, {"peer", peer}, {"tokens", table.table().tokens()}, {"pages", table.table().paged_size()},
-           {"bytes", progress.bytes_arrived()}, {"attempts", progress.attempt()}});
+    print({{"sequence", sequence},
+           {"peer", peer},
+           {"tokens", table.table().tokens()},
+           {"pages", table.table().paged_size()},
+           {"bytes", progress.bytes_arrived()},
+           {"attempts", progress.attempt()}});
   } else {
-    std::printf("sequence %llu from %s: %lld tokens in %d pages, %s, attempt %u\n", static_cast<unsigned long long>(sequence),
-                peer.c_str(), static_cast<long long>(table.table().tokens()), table.table().paged_size(),
-                bytes_text(progress.bytes_arrived()).c_str(), progress.attempt());
+    std::printf("sequence %llu from %s: %lld tokens in %d pages, %s, attempt %u\n", static_cast<unsigned long long>(sequence), peer.c_str(),
+                static_cast<long long>(table.table().tokens()), table.table().paged_size(), bytes_text(progress.bytes_arrived()).c_str(),
+                progress.attempt());
   }
   return kDone;
 }
@@ -423,8 +453,11 @@ int topk(Daemon& daemon, bool as_json, const TopkOptions& options) {
   v1::LeaseRequest lease;
   lease.set_lease(acquire.lease());
   daemon.call(&v1::Needle::Stub::Release, lease);
-  json document = {{"sequence", options.sequence}, {"variant", reply.variant()}, {"nan_scores", reply.nan_scores()},
-                   {"absent_entries", reply.absent_entries()}, {"queries", json::array()}};
+  json document = {{"sequence", options.sequence},
+                   {"variant", reply.variant()},
+                   {"nan_scores", reply.nan_scores()},
+                   {"absent_entries", reply.absent_entries()},
+                   {"queries", json::array()}};
   Table table({"query", "rank", "entry", "slot", "score"});
   for (int row = 0; row < reply.counts_size(); ++row) {
     json members = json::array();
@@ -445,10 +478,16 @@ int show_resize(const v1::ResizeReply& reply, bool as_json, bool dry_run) {
   if (as_json) {
     json holders = json::array();
     for (const auto& holder : reply.holders()) {
-      holders.push_back({{"session", holder.session()}, {"client", holder.client()}, {"pid", holder.pid()}, {"pinned_bytes", holder.pinned_bytes()}});
+      holders.push_back(
+          {{"session", holder.session()}, {"client", holder.client()}, {"pid", holder.pid()}, {"pinned_bytes", holder.pinned_bytes()}});
     }
-    print({{"answer", reply.answer()}, {"dry_run", dry_run}, {"revision", reply.revision()}, {"chunks_to_grow", reply.chunks_to_grow()},
-           {"chunks_to_shrink", reply.chunks_to_shrink()}, {"pages_in_use", reply.pages_in_use()}, {"holders", holders}});
+    print({{"answer", reply.answer()},
+           {"dry_run", dry_run},
+           {"revision", reply.revision()},
+           {"chunks_to_grow", reply.chunks_to_grow()},
+           {"chunks_to_shrink", reply.chunks_to_shrink()},
+           {"pages_in_use", reply.pages_in_use()},
+           {"holders", holders}});
   } else {
     std::printf("%s%s, revision %llu: %lld chunks to grow, %lld to shrink, %lld pages in use in them\n", reply.answer().c_str(),
                 dry_run ? " (dry run, nothing changed)" : "", static_cast<unsigned long long>(reply.revision()),
@@ -467,7 +506,8 @@ int64_t parse_size(const std::string& text) {
   char* end = nullptr;
   const long long count = std::strtoll(text.c_str(), &end, 10);
   const std::string unit = end == nullptr ? "" : end;
-  const std::pair<const char*, int64_t> units[] = {{"K", int64_t{1} << 10}, {"M", int64_t{1} << 20}, {"G", int64_t{1} << 30}, {"T", int64_t{1} << 40}};
+  const std::pair<const char*, int64_t> units[] = {
+      {"K", int64_t{1} << 10}, {"M", int64_t{1} << 20}, {"G", int64_t{1} << 30}, {"T", int64_t{1} << 40}};
   for (const auto& [name, factor] : units) {
     if (end != text.c_str() && count > 0 && unit == name && count <= INT64_MAX / factor) return count * factor;
   }
@@ -499,8 +539,9 @@ std::string default_target() {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app{"needlectl: look at and steer one needle daemon.\n"
-               "Exit status: 0 done, 1 refused, 2 wrong usage, 3 unreachable, 4 retry later, 5 accepted but not finished."};
+  CLI::App app{
+      "needlectl: look at and steer one needle daemon.\n"
+      "Exit status: 0 done, 1 refused, 2 wrong usage, 3 unreachable, 4 retry later, 5 accepted but not finished."};
   std::string socket = default_target();
   bool as_json = false;
   app.add_option("--socket", socket, "the daemon's grpc.sock, or HOST:PORT (NEEDLE_SOCKET)")->capture_default_str();
@@ -620,22 +661,29 @@ int run(int argc, char** argv) {
     request.set_sequence(sequence);
     const v1::EvictReply reply = daemon.call(&v1::Operator::Stub::Evict, request);
     const std::string freed = number(reply.pages()) + " pages are free again";
-    if (as_json) print({{"pages", reply.pages()}});
-    else if (sequence == 0) std::printf("%s\n", freed.c_str());
-    else std::printf("sequence %llu is stored no more; %s, its named pages stay in the prefix cache until room is needed\n",
-                     static_cast<unsigned long long>(sequence), freed.c_str());
+    if (as_json)
+      print({{"pages", reply.pages()}});
+    else if (sequence == 0)
+      std::printf("%s\n", freed.c_str());
+    else
+      std::printf("sequence %llu is stored no more; %s, its named pages stay in the prefix cache until room is needed\n",
+                  static_cast<unsigned long long>(sequence), freed.c_str());
     return kDone;
   }
   if (chosen("drain")) {
     daemon.call(&v1::Operator::Stub::Drain, v1::Empty());
-    if (as_json) print({{"draining", true}});
-    else std::printf("draining: nothing new is taken; watch `needlectl status`\n");
+    if (as_json)
+      print({{"draining", true}});
+    else
+      std::printf("draining: nothing new is taken; watch `needlectl status`\n");
     return kDone;
   }
   if (chosen("audit")) {
     daemon.call(&v1::Operator::Stub::Audit, v1::Empty(), 60'000);
-    if (as_json) print({{"audit", "ok"}});
-    else std::printf("everything adds up\n");
+    if (as_json)
+      print({{"audit", "ok"}});
+    else
+      std::printf("everything adds up\n");
     return kDone;
   }
   if (chosen("options")) {

@@ -88,8 +88,14 @@ struct AttachServer::Connection {
   bool closing = false;  // close once `waiting` is empty
 };
 
-AttachServer::AttachServer(AttachOptions options, std::vector<AttachPoolSet> sets, Sources sources, SessionRegistry& registry, Post post, Log& log)
-    : options_(std::move(options)), sets_(std::move(sets)), sources_(std::move(sources)), registry_(registry), post_(std::move(post)), log_(log) {}
+AttachServer::AttachServer(AttachOptions options, std::vector<AttachPoolSet> sets, Sources sources, SessionRegistry& registry, Post post,
+                           Log& log)
+    : options_(std::move(options)),
+      sets_(std::move(sets)),
+      sources_(std::move(sources)),
+      registry_(registry),
+      post_(std::move(post)),
+      log_(log) {}
 
 absl::StatusOr<std::unique_ptr<AttachServer>> AttachServer::start(AttachOptions options, std::vector<AttachPoolSet> sets, Sources sources,
                                                                   SessionRegistry& registry, Post post, Log& log) {
@@ -184,8 +190,8 @@ void AttachServer::accept_clients() {
       const uint32_t uid = process->identity.uid;
       const bool allowed = uid == ::geteuid() || uid == 0 || std::count(options_.uids.begin(), options_.uids.end(), uid) > 0;
       if (!allowed) {
-        refused = make_error(ErrorCode::kWrongOwner, absl::StrCat("user ", uid, " may not attach to this daemon of user ", ::geteuid(),
-                                                                  "; add it to attach.uids"));
+        refused = make_error(ErrorCode::kWrongOwner,
+                             absl::StrCat("user ", uid, " may not attach to this daemon of user ", ::geteuid(), "; add it to attach.uids"));
       } else if (static_cast<int64_t>(connections_.size()) >= options_.connections_max) {
         refused = make_error(ErrorCode::kBusy, absl::StrCat("there are ", connections_.size(), " connections, the limit"), 1000);
       }
@@ -224,13 +230,15 @@ void AttachServer::handle(Connection& connection, Datagram& datagram) {
   attach::Header header;
   const bool whole = reader.take(header) && header.magic == attach::kMagic && header.body_bytes == reader.left() && datagram.fds.empty();
   if (!whole) {
-    log_.write(LogLevel::kWarning, "attach_malformed", {{"pid", absl::StrCat(connection.process.identity.pid)}, {"bytes", absl::StrCat(datagram.bytes.size())}});
+    log_.write(LogLevel::kWarning, "attach_malformed",
+               {{"pid", absl::StrCat(connection.process.identity.pid)}, {"bytes", absl::StrCat(datagram.bytes.size())}});
     close_connection(key);
     return;
   }
   if (header.version != attach::kVersion) {
-    answer(connection, header.request, make_error(ErrorCode::kInvalid, absl::StrCat("attach version ", header.version, " is not spoken here; this daemon speaks ",
-                                                                                    attach::kVersion, ". Use a client library of the daemon's build")));
+    answer(connection, header.request,
+           make_error(ErrorCode::kInvalid, absl::StrCat("attach version ", header.version, " is not spoken here; this daemon speaks ",
+                                                        attach::kVersion, ". Use a client library of the daemon's build")));
     connection.closing = true;
     flush(connection);
     return;
@@ -256,7 +264,8 @@ void AttachServer::handle(Connection& connection, Datagram& datagram) {
     }
     default: break;
   }
-  answer(connection, header.request, make_error(ErrorCode::kInvalid, absl::StrCat("attach message of type ", static_cast<int>(header.type), " is not for a daemon")));
+  answer(connection, header.request,
+         make_error(ErrorCode::kInvalid, absl::StrCat("attach message of type ", static_cast<int>(header.type), " is not for a daemon")));
 }
 
 template <class Request>
@@ -269,7 +278,8 @@ void AttachServer::post_call(uint64_t key, uint32_t request, Request message, bo
                                 if (ends_session && status.ok()) ended(session);
                                 const auto found = connections_.find(key);
                                 if (found == connections_.end()) return;
-                                if (ends_session) found->second->state = status.ok() ? Connection::State::kEnded : Connection::State::kAttached;
+                                if (ends_session)
+                                  found->second->state = status.ok() ? Connection::State::kEnded : Connection::State::kAttached;
                                 if (request != 0 || !status.ok()) answer(*found->second, request, status);
                               });
                             }});
@@ -278,7 +288,8 @@ void AttachServer::post_call(uint64_t key, uint32_t request, Request message, bo
 void AttachServer::hello(Connection& connection, uint32_t request, attach::Reader reader) {
   const auto refuse = [&](const absl::Status& status) {
     refused_.fetch_add(1, std::memory_order_relaxed);
-    log_.write(LogLevel::kWarning, "attach_refused", {{"pid", absl::StrCat(connection.process.identity.pid)}, {"cause", std::string(status.message())}});
+    log_.write(LogLevel::kWarning, "attach_refused",
+               {{"pid", absl::StrCat(connection.process.identity.pid)}, {"cause", std::string(status.message())}});
     answer(connection, request, status);
     connection.closing = true;
     flush(connection);
@@ -316,7 +327,8 @@ void AttachServer::hello(Connection& connection, uint32_t request, attach::Reade
     if (!same.ok()) return refuse(make_error(ErrorCode::kFormatMismatch, std::string(same.message())));
   }
   if ((body.views & ~uint32_t{attach::kReadOnlyView | attach::kReadWriteView}) != 0) {
-    return refuse(make_error(ErrorCode::kInvalid, absl::StrCat("views ", body.views, " has an unknown bit; bits are 1 (read only) and 2 (read and write)")));
+    return refuse(make_error(ErrorCode::kInvalid,
+                             absl::StrCat("views ", body.views, " has an unknown bit; bits are 1 (read only) and 2 (read and write)")));
   }
   if (body.previous_session != 0) {
     const SessionEntry previous = registry_.entry(SessionId(body.previous_session));
@@ -344,7 +356,8 @@ void AttachServer::hello(Connection& connection, uint32_t request, attach::Reade
                            }});
 }
 
-void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::StatusOr<Attach::Reply> reply, ProcessIdentity process, std::string client) {
+void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::StatusOr<Attach::Reply> reply, ProcessIdentity process,
+                            std::string client) {
   // What the process was before is over; the core has given all of that up in the same step.
   for (SessionId earlier : reply.ok() ? reply->ended : std::vector<SessionId>()) {
     const auto old = by_session_.find(earlier.value());
@@ -419,8 +432,14 @@ void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::St
 
   auto page = std::make_unique<SharedPage>(*std::move(counters));
   Outgoing message;
-  message.bytes = MessageBuilder(attach::Type::kWelcome, request, welcome).tail(pools).tail(held).tail(sets_[set].format)
-                      .tail(options_.grpc_target).tail(options_.node).tail(options_.build).take();
+  message.bytes = MessageBuilder(attach::Type::kWelcome, request, welcome)
+                      .tail(pools)
+                      .tail(held)
+                      .tail(sets_[set].format)
+                      .tail(options_.grpc_target)
+                      .tail(options_.node)
+                      .tail(options_.build)
+                      .take();
   message.owned.emplace_back(::dup(page->fd.get()));  // the registry's copy may end before this message leaves
   message.fds = {sources_.metadata_fd, message.owned.back().get()};
   registry_.add({reply->session, std::move(client), sets_[set].name, process, true}, *secret, std::move(page));
@@ -433,8 +452,11 @@ void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::St
   Outgoing last;
   last.bytes = MessageBuilder(attach::Type::kReady, request, ready).take();
   send(connection, std::move(last));
-  log_.write(LogLevel::kInfo, "session_attached", {{"session", absl::StrCat(reply->session.value())}, {"pid", absl::StrCat(process.pid)},
-                                                   {"pool", sets_[set].name}, {"chunks", absl::StrCat(ready.chunks)}});
+  log_.write(LogLevel::kInfo, "session_attached",
+             {{"session", absl::StrCat(reply->session.value())},
+              {"pid", absl::StrCat(process.pid)},
+              {"pool", sets_[set].name},
+              {"chunks", absl::StrCat(ready.chunks)}});
 }
 
 void AttachServer::send_chunks(Connection& connection, PoolId pool, const std::vector<ChunkIndex>& chunks, uint32_t* sent) {
@@ -446,7 +468,8 @@ void AttachServer::send_chunks(Connection& connection, PoolId pool, const std::v
   std::vector<uint32_t> indices;
   const auto leave = [&] {
     if (indices.empty()) return;
-    message.bytes = MessageBuilder(attach::Type::kChunks, 0, attach::Chunks{pool.value(), static_cast<uint32_t>(indices.size())}).tail(indices).take();
+    message.bytes =
+        MessageBuilder(attach::Type::kChunks, 0, attach::Chunks{pool.value(), static_cast<uint32_t>(indices.size())}).tail(indices).take();
     if (sent != nullptr) *sent += static_cast<uint32_t>(indices.size());
     indices.clear();
     send(connection, std::exchange(message, {}));
@@ -487,7 +510,8 @@ void AttachServer::deliver(SessionId session, const SessionEvent& event) {
       post_call(connection.key, 0, ChunkUnmapped{session, retiring->pool, retiring->chunk}, false);
       return;
     }
-    message.bytes = MessageBuilder(attach::Type::kChunkRetiring, 0, attach::ChunkName{retiring->pool.value(), retiring->chunk.value()}).take();
+    message.bytes =
+        MessageBuilder(attach::Type::kChunkRetiring, 0, attach::ChunkName{retiring->pool.value(), retiring->chunk.value()}).take();
   } else if (const auto* revoked = std::get_if<Revoked>(&event)) {
     std::string cause = revoked->cause.substr(0, 1024);
     log_.write(LogLevel::kWarning, "session_revoked", {{"session", absl::StrCat(session.value())}, {"cause", cause}});
@@ -559,7 +583,8 @@ void AttachServer::flush(Connection& connection) {
       case SendResult::kWouldBlock: break;
     }
     if (static_cast<int64_t>(connection.waiting.size()) > options_.messages_waiting_max) {
-      log_.write(LogLevel::kWarning, "client_not_reading", {{"session", absl::StrCat(connection.session.value())}, {"waiting", absl::StrCat(connection.waiting.size())}});
+      log_.write(LogLevel::kWarning, "client_not_reading",
+                 {{"session", absl::StrCat(connection.session.value())}, {"waiting", absl::StrCat(connection.waiting.size())}});
       connection.waiting.clear();
       close_later();
       return;

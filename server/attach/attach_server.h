@@ -40,8 +40,8 @@ struct Datagram;
 
 struct AttachPoolSet {
   std::string name;
-  std::string format;                                      // canonical texts
-  std::array<int64_t, kPoolKinds> words_offset{};          // of the page words in the metadata region
+  std::string format;                              // canonical texts
+  std::array<int64_t, kPoolKinds> words_offset{};  // of the page words in the metadata region
   std::array<int64_t, kPoolKinds> page_count_max{};
   // Whether clients map this pool. A format without state has bare commit records, which are the daemon's alone: such a
   // pool is announced with stride 0, its chunks are not sent, and its unmapping is answered here.
@@ -96,7 +96,8 @@ class AttachServer {
   void read_from(uint64_t key);
   void handle(Connection& connection, Datagram& datagram);
   void hello(Connection& connection, uint32_t request, attach::Reader reader);
-  void attached(uint64_t key, uint32_t request, size_t set, absl::StatusOr<Attach::Reply> reply, ProcessIdentity process, std::string client);
+  void attached(uint64_t key, uint32_t request, size_t set, absl::StatusOr<Attach::Reply> reply, ProcessIdentity process,
+                std::string client);
   void send_chunks(Connection& connection, PoolId pool, const std::vector<ChunkIndex>& chunks, uint32_t* sent);
   void deliver(SessionId session, const SessionEvent& event);
   void answer(Connection& connection, uint32_t request, const absl::Status& status);

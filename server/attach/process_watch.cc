@@ -40,7 +40,8 @@ absl::StatusOr<WatchedProcess> watch(pid_t pid, uint32_t uid) {
   FileDescriptor pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));  // close-on-exec by itself
   if (!pidfd.is_open()) return make_error(ErrorCode::kNotFound, absl::StrCat("pidfd_open(", pid, "): ", std::strerror(errno)));
   absl::StatusOr<int64_t> after = process_start_ticks(pid);
-  if (!after.ok() || *after != *before) return make_error(ErrorCode::kNotFound, absl::StrCat("process ", pid, " ended while it was looked at"));
+  if (!after.ok() || *after != *before)
+    return make_error(ErrorCode::kNotFound, absl::StrCat("process ", pid, " ended while it was looked at"));
   return WatchedProcess{{pid, *before, uid}, std::move(pidfd)};
 }
 

@@ -31,7 +31,7 @@ using SessionSecret = std::array<uint8_t, attach::kSecretBytes>;
 
 struct SessionEntry {
   SessionId session;
-  std::string client;    // what it called itself
+  std::string client;  // what it called itself
   std::string pool_set;
   ProcessIdentity process;
   bool attached = false;  // over the socket; else a remote caller

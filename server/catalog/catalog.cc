@@ -190,8 +190,7 @@ bool Catalog::evict_oldest() {
   const std::optional<SequenceId> sequence = oldest_sequence();
   if (page.is_none() && !sequence.has_value()) return false;
   const bool page_goes =
-      !sequence.has_value() ||
-      (!page.is_none() && used_before(paged.info(page).last_use, sequences_.at(*sequence).last_use));
+      !sequence.has_value() || (!page.is_none() && used_before(paged.info(page).last_use, sequences_.at(*sequence).last_use));
   if (page_goes) {
     evict_page(page);
   } else {
@@ -229,9 +228,7 @@ bool Catalog::make_room(PoolKind kind, int64_t count) {
 }
 
 void Catalog::vacate(PoolKind kind, ChunkIndex chunk) {
-  const auto in_chunk = [&](PageId page) {
-    return !page.index.is_none() && pool(kind).chunk_of(page.index) == chunk;
-  };
+  const auto in_chunk = [&](PageId page) { return !page.index.is_none() && pool(kind).chunk_of(page.index) == chunk; };
   const auto any_in_chunk = [&](const std::vector<PageId>& pages) { return std::any_of(pages.begin(), pages.end(), in_chunk); };
 
   // Sets first: they sit above pages in the tree. For the paged pool a sequence is struck through any page it needs.

@@ -50,9 +50,9 @@ struct ResumePoint {
 };
 
 struct Match {
-  std::vector<PageId> pages;             // the leading pages that are stored
-  int64_t resume_pages = 0;              // how many of them up to the last resume point
-  const ResumePoint* resume = nullptr;   // at resume_pages; null when 0. Valid until the catalog changes
+  std::vector<PageId> pages;            // the leading pages that are stored
+  int64_t resume_pages = 0;             // how many of them up to the last resume point
+  const ResumePoint* resume = nullptr;  // at resume_pages; null when 0. Valid until the catalog changes
 };
 
 class Catalog {
@@ -99,8 +99,8 @@ class Catalog {
   bool is_idle(const StoredSequence& stored) const;
   void drop_page(PoolKind kind, PageId page);
   void drop_resume_point(PageIndex boundary);
-  std::optional<PageIndex> least_resume_point() const;   // idle
-  std::optional<SequenceId> oldest_sequence() const;     // idle
+  std::optional<PageIndex> least_resume_point() const;  // idle
+  std::optional<SequenceId> oldest_sequence() const;    // idle
 
   PoolTrio& pools_;
   Probes& probes_;

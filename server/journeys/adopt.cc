@@ -21,8 +21,7 @@ bool sole_holder(PoolSet& set, const StoredSequence& stored) {
   };
   if (!held_once(PoolKind::kState, stored.state)) return false;
   if (!stored.partial.index.is_none() && !held_once(PoolKind::kPaged, stored.partial)) return false;
-  return std::all_of(stored.window.begin(), stored.window.end(),
-                     [&](PageId page) { return held_once(PoolKind::kWindow, page); });
+  return std::all_of(stored.window.begin(), stored.window.end(), [&](PageId page) { return held_once(PoolKind::kWindow, page); });
 }
 
 }  // namespace
@@ -101,9 +100,7 @@ absl::StatusOr<Adopt::Reply> adopt(State& state, const Adopt& request) {
   // Window pages keep their place in the ring; the free places get the new pages.
   const auto [first_block, last_block] = set.window_blocks(table.tokens);
   ticket->window.resize(static_cast<size_t>(set.window_ring()));
-  const auto ring_at = [&](int64_t block) -> PageId& {
-    return ticket->window[static_cast<size_t>(block) % ticket->window.size()];
-  };
+  const auto ring_at = [&](int64_t block) -> PageId& { return ticket->window[static_cast<size_t>(block) % ticket->window.size()]; };
   size_t paged_taken = 0;
   size_t window_taken = 0;
   if (moves) {

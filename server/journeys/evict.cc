@@ -52,10 +52,10 @@ absl::StatusOr<Nothing> drain(State& state) {
 }
 
 bool drained(const State& state) {
-  const bool nothing_pinned = std::all_of(state.sessions.all().begin(), state.sessions.all().end(),
-                                          [](const auto& entry) { return entry.second->pins.empty(); });
-  return state.stopping && state.tickets.size() == 0 && state.leases.size() == 0 && state.ships.size() == 0 &&
-         state.ships.parts.empty() && nothing_pinned;
+  const bool nothing_pinned =
+      std::all_of(state.sessions.all().begin(), state.sessions.all().end(), [](const auto& entry) { return entry.second->pins.empty(); });
+  return state.stopping && state.tickets.size() == 0 && state.leases.size() == 0 && state.ships.size() == 0 && state.ships.parts.empty() &&
+         nothing_pinned;
 }
 
 }  // namespace needle::server::evict

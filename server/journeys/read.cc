@@ -15,12 +15,9 @@ absl::Status ended(State& state, SessionId session, LeaseId id) {
   const std::string lease = "lease " + std::to_string(id.value());
   if (outcome == nullptr) return make_error(ErrorCode::kStale, lease + " is unknown here: acquire anew");
   switch (outcome->kind) {
-    case OutcomeKind::kExpired:
-      return make_error(ErrorCode::kLeaseExpired, lease + " ran out: what was read under it must not be used");
-    case OutcomeKind::kRevoked:
-      return make_error(ErrorCode::kStale, lease + " was revoked with its session");
-    default:
-      return make_error(ErrorCode::kConsumed, lease + " has ended: released, or consumed by an adopt");
+    case OutcomeKind::kExpired: return make_error(ErrorCode::kLeaseExpired, lease + " ran out: what was read under it must not be used");
+    case OutcomeKind::kRevoked: return make_error(ErrorCode::kStale, lease + " was revoked with its session");
+    default: return make_error(ErrorCode::kConsumed, lease + " has ended: released, or consumed by an adopt");
   }
 }
 
@@ -85,8 +82,8 @@ absl::StatusOr<Acquire::Reply> acquire(State& state, const Acquire& request) {
   } else {
     const Match match = set.catalog->match(request.names);
     if (match.resume == nullptr) {
-      return make_error(ErrorCode::kNotFound, "no stored prefix of the " + std::to_string(request.names.size()) +
-                                                  " named pages ends at a resume point");
+      return make_error(ErrorCode::kNotFound,
+                        "no stored prefix of the " + std::to_string(request.names.size()) + " named pages ends at a resume point");
     }
     table.tokens = match.resume_pages * set.page_tokens();
     table.paged.assign(match.pages.begin(), match.pages.begin() + match.resume_pages);

@@ -47,8 +47,8 @@ ResizeProgress progress_of(const State& state, const PoolSet& set) {
 
 absl::StatusOr<PoolSet*> known_set(State& state, PoolSetId id) {
   if (id.value() < state.sets.size()) return state.sets[id.value()].get();
-  return make_error(ErrorCode::kNotFound, "pool set " + std::to_string(id.value()) + " does not exist, there are " +
-                                              std::to_string(state.sets.size()));
+  return make_error(ErrorCode::kNotFound,
+                    "pool set " + std::to_string(id.value()) + " does not exist, there are " + std::to_string(state.sets.size()));
 }
 
 GrowStep* growing(PoolSet& set, PoolKind kind, ChunkIndex chunk, GrowStep::Phase phase) {
@@ -62,10 +62,10 @@ void drop_step(PoolSet& set, const GrowStep* step) { set.resize.grow.erase(set.r
 
 // A chunk that could not be had: the resize ends smaller, and says why until the next one.
 void give_up(State& state, PoolSet& set, GrowStep* step, Probe probe, const std::string& what, const absl::Status& cause) {
-  set.resize.failure = make_error(ErrorCode::kMemory, "chunk " + std::to_string(step->chunk.value()) + " of the " +
-                                                          kPoolKindNames[static_cast<size_t>(step->kind)] + " pool could not be " +
-                                                          what + ": " + std::string(cause.message()) +
-                                                          "; the pool stays smaller, resize again when there is memory");
+  set.resize.failure =
+      make_error(ErrorCode::kMemory, "chunk " + std::to_string(step->chunk.value()) + " of the " +
+                                         kPoolKindNames[static_cast<size_t>(step->kind)] + " pool could not be " + what + ": " +
+                                         std::string(cause.message()) + "; the pool stays smaller, resize again when there is memory");
   state.probes.hit(probe);
   state.env.log.write(LogLevel::kWarning, kProbeNames[static_cast<size_t>(probe)],
                       {{"chunk", std::to_string(step->chunk.value())}, {"cause", std::string(cause.message())}});
@@ -173,8 +173,9 @@ absl::StatusOr<ResizeProgress> resize(State& state, const Resize& request) {
   for (const PoolShape& shape : set.options.shapes) range_bytes += shape.chunk_bytes * shape.chunks_max;
   if (request.budget_bytes > range_bytes) {
     state.probes.hit(Probe::resize_refused);
-    return make_error(ErrorCode::kImpossible, "the budget is " + std::to_string(request.budget_bytes) + " bytes, the pools' address ranges have " +
-                                                  std::to_string(range_bytes) + " together: ask for less, or restart with larger ranges");
+    return make_error(ErrorCode::kImpossible, "the budget is " + std::to_string(request.budget_bytes) +
+                                                  " bytes, the pools' address ranges have " + std::to_string(range_bytes) +
+                                                  " together: ask for less, or restart with larger ranges");
   }
   const absl::StatusOr<ChunkTargets> targets = chunk_targets(request.budget_bytes, request.ratios, set.options.shapes);
   if (!targets.ok()) {
@@ -293,9 +294,8 @@ void forget_session(State& state, SessionId session) {
 }
 
 bool is_unmapping(const PoolSet& set, PoolKind kind, ChunkIndex chunk) {
-  return std::any_of(set.resize.shrink.begin(), set.resize.shrink.end(), [&](const ShrinkStep& step) {
-    return step.kind == kind && step.chunk == chunk && step.phase != ShrinkStep::kPages;
-  });
+  return std::any_of(set.resize.shrink.begin(), set.resize.shrink.end(),
+                     [&](const ShrinkStep& step) { return step.kind == kind && step.chunk == chunk && step.phase != ShrinkStep::kPages; });
 }
 
 }  // namespace needle::server::resize

@@ -12,7 +12,7 @@ namespace needle::server::restart {
 namespace {
 
 constexpr uint64_t kMagic = 0x316174654D6C646Eull;  // "ndlMeta1" in memory
-constexpr uint64_t kLayoutVersion = 2;  // 2: two headers, a spare session slot
+constexpr uint64_t kLayoutVersion = 2;              // 2: two headers, a spare session slot
 
 // Everything that decides where a word or record lies, or what bytes mean.
 uint64_t layout_of(const State& state) {
@@ -47,9 +47,7 @@ void for_each_page(const Pool& pool, Visit visit) {
   for (int64_t page = 0; page < pool.pages_max(); ++page) visit(PageIndex(static_cast<uint32_t>(page)));
 }
 
-bool chunk_is_live(const Pool& pool, PageIndex page) {
-  return pool.chunk(pool.chunk_of(page)).state == Pool::ChunkState::kLive;
-}
+bool chunk_is_live(const Pool& pool, PageIndex page) { return pool.chunk(pool.chunk_of(page)).state == Pool::ChunkState::kLive; }
 
 // Pages of chunks whose bytes are gone; true when there were any.
 bool free_lost_pages(State& state) {
@@ -154,8 +152,7 @@ void rebuild_tree(State& state, PoolSet& set) {
   std::sort(named.begin(), named.end());
   for (const auto& [end, page] : named) {
     const PageId parent = paged.records().parent(page);
-    const bool rooted = parent.index.is_none() ? end == set.page_tokens()
-                                               : paged.is_current(parent) && paged.is_named(parent.index);
+    const bool rooted = parent.index.is_none() ? end == set.page_tokens() : paged.is_current(parent) && paged.is_named(parent.index);
     if (!rooted || !set.catalog->find(paged.records().name(page)).is_none()) {
       state.probes.hit(Probe::restart_orphan_dropped);
       discard(paged, page);
@@ -246,8 +243,8 @@ bool rebuild_sequence(State& state, PoolSet& set, PageIndex commit, const PageRe
 
 bool rebuild_resume_point(State& state, PoolSet& set, PageIndex commit, const PageRecord& record, Members& windows) {
   const Pool& paged = set.pool(PoolKind::kPaged);
-  const bool hangs = paged.is_current(record.parent) && paged.is_named(record.parent.index) &&
-                     set.catalog->resume_point(record.parent.index) == nullptr;
+  const bool hangs =
+      paged.is_current(record.parent) && paged.is_named(record.parent.index) && set.catalog->resume_point(record.parent.index) == nullptr;
   if (!hangs) return false;
   const std::optional<std::vector<PageId>> window =
       take_members(windows, {PageRole::kResumeMember, record.sequence, record.parent}, record.ordinal());

@@ -66,16 +66,14 @@ std::vector<SessionId> earlier_sessions(const State& state, const Attach& reques
   return earlier;
 }
 
-int64_t silent_at_ns(const State& state, const Session& session) {
-  return session.heard_ns + state.options.silence_ms * kNanosPerMilli;
-}
+int64_t silent_at_ns(const State& state, const Session& session) { return session.heard_ns + state.options.silence_ms * kNanosPerMilli; }
 
 }  // namespace
 
 absl::StatusOr<Attach::Reply> attach(State& state, const Attach& request) {
   if (absl::Status stopping = refuse_while_stopping(state); !stopping.ok()) return stopping;
-  const auto named = std::find_if(state.sets.begin(), state.sets.end(),
-                                  [&](const auto& set) { return set->options.name == request.pool_set; });
+  const auto named =
+      std::find_if(state.sets.begin(), state.sets.end(), [&](const auto& set) { return set->options.name == request.pool_set; });
   if (named == state.sets.end()) {
     return make_error(ErrorCode::kNotFound, "no pool set is named '" + request.pool_set + "' here");
   }
@@ -92,8 +90,8 @@ absl::StatusOr<Attach::Reply> attach(State& state, const Attach& request) {
                       state.options.retry_after_ms);
   }
   if (static_cast<int64_t>(request.held.size()) > state.options.pages_per_request_max) {
-    return make_error(ErrorCode::kInvalid, std::to_string(request.held.size()) + " held pages, at most " +
-                                               std::to_string(state.options.pages_per_request_max));
+    return make_error(ErrorCode::kInvalid,
+                      std::to_string(request.held.size()) + " held pages, at most " + std::to_string(state.options.pages_per_request_max));
   }
   if (!request.held.empty() && request.held_lease.is_none()) {
     return make_error(ErrorCode::kInvalid, "held pages need a lease id: draw a random one");
@@ -118,8 +116,7 @@ absl::StatusOr<Attach::Reply> attach(State& state, const Attach& request) {
   reply.heartbeat_ms = state.options.heartbeat_ms;
   for (const PageRef& ref : request.held) {
     const bool same_epoch = request.held_epoch.is_none() || request.held_epoch == state.epoch;
-    const bool good = same_epoch && state.names_pool(ref.pool) && set_of(ref.pool) == set.id &&
-                      state.pool(ref.pool).is_current(ref.page);
+    const bool good = same_epoch && state.names_pool(ref.pool) && set_of(ref.pool) == set.id && state.pool(ref.pool).is_current(ref.page);
     if (good) reply.held.push_back(ref);
     if (!good) state.probes.hit(Probe::session_held_page_stale);
   }

@@ -75,10 +75,9 @@ void give_back_attempt(State& state, Ship& ship) {
 
 void abandon_attempt(State& state, Ship& ship, const absl::Status& cause) {
   state.probes.hit(Probe::ship_attempt_abandoned);
-  state.env.log.write(LogLevel::kInfo, "ship_attempt_abandoned",
-                      {{"ticket", std::to_string(ship.wire.value())},
-                       {"attempt", std::to_string(ship.attempt)},
-                       {"cause", std::string(cause.message())}});
+  state.env.log.write(
+      LogLevel::kInfo, "ship_attempt_abandoned",
+      {{"ticket", std::to_string(ship.wire.value())}, {"attempt", std::to_string(ship.attempt)}, {"cause", std::string(cause.message())}});
   if (ship.attempt >= state.options.ship_attempts_max) return fail(state, ship.wire, cause);
   give_back_attempt(state, ship);
   ++ship.attempt;
@@ -287,8 +286,8 @@ void take_offer(State& state, const PeerMessage& message, const ShipOffer& offer
   }
   if (offer.complete) {
     if (!counts_match(set, ship, offer)) {
-      return fail(state, ship.wire, make_error(ErrorCode::kInvalid, "the source's offer lacks pages of " +
-                                                                        std::to_string(offer.tokens) + " tokens"));
+      return fail(state, ship.wire,
+                  make_error(ErrorCode::kInvalid, "the source's offer lacks pages of " + std::to_string(offer.tokens) + " tokens"));
     }
     for (const ShippedPage& page : offer.partial) ship.items.push_back(item_of(PoolKind::kPaged, page));
     for (const ShippedPage& page : offer.window) ship.items.push_back(item_of(PoolKind::kWindow, page));
@@ -344,16 +343,16 @@ ShipOffer offer_for(State& state, const PeerReader& reader, const ShipAsk& asked
   offer.ticket = asked.ticket;
   offer.attempt = asked.attempt;
   offer.first_page = asked.pages_known;
-  const auto named = std::find_if(state.sets.begin(), state.sets.end(),
-                                  [&](const auto& set) { return set->options.name == asked.pool_set; });
+  const auto named =
+      std::find_if(state.sets.begin(), state.sets.end(), [&](const auto& set) { return set->options.name == asked.pool_set; });
   if (named == state.sets.end()) {
     offer.status = make_error(ErrorCode::kNotFound, "no pool set is named '" + asked.pool_set + "' at the source");
     return offer;
   }
   PoolSet& set = **named;
   if (asked.format != set.options.format) {
-    offer.status = make_error(ErrorCode::kFormatMismatch, "the source has page format\n  " + set.options.format +
-                                                              "\nand the reader has\n  " + asked.format);
+    offer.status = make_error(ErrorCode::kFormatMismatch,
+                              "the source has page format\n  " + set.options.format + "\nand the reader has\n  " + asked.format);
     return offer;
   }
 
@@ -414,8 +413,9 @@ ShipOffer offer_for(State& state, const PeerReader& reader, const ShipAsk& asked
   const size_t from = static_cast<size_t>(asked.pages_known);
   const size_t until = std::min(full.size(), from + static_cast<size_t>(state.options.offer_pages_max));
   if (until > held) {
-    extend_lease(state, *lease, refs(set.id, PoolKind::kPaged,
-                                     std::vector<PageId>(full.begin() + static_cast<int64_t>(held), full.begin() + static_cast<int64_t>(until))));
+    extend_lease(state, *lease,
+                 refs(set.id, PoolKind::kPaged,
+                      std::vector<PageId>(full.begin() + static_cast<int64_t>(held), full.begin() + static_cast<int64_t>(until))));
   }
   for (size_t i = from; i < until; ++i) offer.pages.push_back(shipped(set, PoolKind::kPaged, full[i]));
   if (stored != nullptr && until == full.size()) {
@@ -437,7 +437,9 @@ ShipOffer offer_for(State& state, const PeerReader& reader, const ShipAsk& asked
 
   // The registered chunks that the offered pages lie in.
   std::vector<std::pair<PoolId, ChunkIndex>> chunks;
-  const auto note = [&](const ShippedPage& page) { chunks.emplace_back(page.page.pool, state.pool(page.page.pool).chunk_of(page.page.page.index)); };
+  const auto note = [&](const ShippedPage& page) {
+    chunks.emplace_back(page.page.pool, state.pool(page.page.pool).chunk_of(page.page.page.index));
+  };
   for (const ShippedPage& page : offer.pages) note(page);
   for (const ShippedPage& page : offer.partial) note(page);
   for (const ShippedPage& page : offer.window) note(page);
@@ -570,8 +572,8 @@ void wait(State& state, Call<ShipWait> call) {
   }
   if (outcome->kind == OutcomeKind::kShipFailed) return std::move(call.done)(outcome->status);
   if (outcome->kind != OutcomeKind::kSealed) {
-    return std::move(call.done)(make_error(ErrorCode::kConsumed, "ticket " + std::to_string(call.request.ticket.value()) +
-                                                                     " was forfeited, and never was a ship"));
+    return std::move(call.done)(
+        make_error(ErrorCode::kConsumed, "ticket " + std::to_string(call.request.ticket.value()) + " was forfeited, and never was a ship"));
   }
   ShipWait::Reply reply;
   reply.lease = outcome->lease;
@@ -700,14 +702,16 @@ void expire(State& state) {
     Ship& ship = *state.ships.find(wire);
     if (ship.deadline_ns <= state.now_ns) {
       state.probes.hit(Probe::ship_deadline_passed);
-      fail(state, wire, make_error(ErrorCode::kPeerLost, "the ship did not end before its deadline, in state " +
-                                                             std::string(kShipStateNames[static_cast<size_t>(ship.state)])));
+      fail(state, wire,
+           make_error(ErrorCode::kPeerLost, "the ship did not end before its deadline, in state " +
+                                                std::string(kShipStateNames[static_cast<size_t>(ship.state)])));
       continue;
     }
     if (silent_at_ns(state, ship) <= state.now_ns) {
       state.probes.hit(Probe::ship_source_silent);
-      fail(state, wire, make_error(ErrorCode::kPeerLost, "the source has answered nothing for " + std::to_string(state.options.ship_silence_ms) +
-                                                             " ms (ship.silence); ship again, or from another peer"));
+      fail(state, wire,
+           make_error(ErrorCode::kPeerLost, "the source has answered nothing for " + std::to_string(state.options.ship_silence_ms) +
+                                                " ms (ship.silence); ship again, or from another peer"));
       continue;
     }
     if (ship.next_send_ns > state.now_ns) continue;
@@ -725,7 +729,8 @@ void expire(State& state) {
 
 int64_t next_deadline_ns(const State& state) {
   int64_t next = kNever;
-  for (const auto& [wire, ship] : state.ships.all()) next = std::min({next, ship->deadline_ns, ship->next_send_ns, silent_at_ns(state, *ship)});
+  for (const auto& [wire, ship] : state.ships.all())
+    next = std::min({next, ship->deadline_ns, ship->next_send_ns, silent_at_ns(state, *ship)});
   for (const auto& [id, part] : state.ships.parts) next = std::min(next, part.overdue_ns);
   return next;
 }

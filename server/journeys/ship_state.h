@@ -36,12 +36,12 @@ struct ShipPart {  // one posted fetch request
 
 struct Ship {
   SessionId session;
-  TicketId ticket;   // the caller's
-  TicketId wire;     // ours, unique in this incarnation: names the ship to the source and the transport
+  TicketId ticket;  // the caller's
+  TicketId wire;    // ours, unique in this incarnation: names the ship to the source and the transport
   PoolSetId set;
   SequenceId sequence;
   NodeId source;
-  LeaseId lease;     // to be granted
+  LeaseId lease;  // to be granted
   int64_t deadline_ns = 0;
   std::vector<Completion<ShipWait>> waiting;
 
@@ -60,7 +60,7 @@ struct Ship {
   int64_t tokens = 0;
   int64_t arrived = 0;
   int64_t bytes_arrived = 0;
-  std::vector<PageRef> shared;     // local pages leased instead of fetched
+  std::vector<PageRef> shared;  // local pages leased instead of fetched
 };
 
 class Ships {

@@ -70,8 +70,8 @@ absl::Status check_reserve(const State& state, const PoolSet& set, const Reserve
   }
   for (int64_t tokens : request.resume_tokens_wanted) {
     if (tokens <= 0 || tokens % page != 0 || tokens > request.tokens) {
-      return invalid("a resume point at " + text(tokens) + " tokens is wanted: it must be a page boundary (a multiple of " +
-                     text(page) + ") within the " + text(request.tokens) + " tokens reserved");
+      return invalid("a resume point at " + text(tokens) + " tokens is wanted: it must be a page boundary (a multiple of " + text(page) +
+                     ") within the " + text(request.tokens) + " tokens reserved");
     }
   }
   return absl::OkStatus();
@@ -101,8 +101,8 @@ void seal_next_pages(State& state, PoolSet& set, Ticket& ticket, const std::vect
     const PageId parent = position == 0 ? PageId{} : ticket.paged[position - 1];
     const PageIndex stored = set.catalog->find(seal.name);
     if (stored.is_none()) {
-      seal_full_page(set, ticket.paged[position], seal.name, parent, ticket.sequence,
-                     (ticket.pages_sealed + 1) * set.page_tokens(), seal.checksum);
+      seal_full_page(set, ticket.paged[position], seal.name, parent, ticket.sequence, (ticket.pages_sealed + 1) * set.page_tokens(),
+                     seal.checksum);
       state.probes.hit(Probe::page_sealed);
     } else {
       ticket.duplicates.push_back(ticket.paged[position]);
@@ -208,8 +208,8 @@ absl::StatusOr<Reserve::Reply> reserve(State& state, const Reserve& request) {
                       state.options.retry_after_ms);
   }
   if (state.tickets.writer_of(set.id, request.sequence) != nullptr) {
-    return make_error(ErrorCode::kConflict, "sequence " + std::to_string(request.sequence.value()) +
-                                                " is being written under another ticket: end that one first",
+    return make_error(ErrorCode::kConflict,
+                      "sequence " + std::to_string(request.sequence.value()) + " is being written under another ticket: end that one first",
                       state.options.retry_after_ms);
   }
 
@@ -237,9 +237,7 @@ absl::StatusOr<Reserve::Reply> reserve(State& state, const Reserve& request) {
   lease_all(state, ticket->leased);
 
   // Its own pages, all or none.
-  const Wanted wanted{.paged = div_ceil(request.tokens, set.page_tokens()) - ticket->pages_shared,
-                      .window = set.window_ring(),
-                      .state = 1};
+  const Wanted wanted{.paged = div_ceil(request.tokens, set.page_tokens()) - ticket->pages_shared, .window = set.window_ring(), .state = 1};
   const absl::StatusOr<Reserved> own = reserve_pages(state, set, wanted, owner_slot(session));
   if (!own.ok()) {
     unlease_all(state, ticket->leased);
@@ -337,8 +335,8 @@ absl::StatusOr<Nothing> seal_resume_point(State& state, const SealResumePoint& r
     state.probes.hit(Probe::ticket_repeated);
     return Nothing{};
   }
-  const auto slot = std::find_if(ticket.resume_slots.begin(), ticket.resume_slots.end(),
-                                 [&](const ResumeSlot& s) { return s.tokens == request.tokens; });
+  const auto slot =
+      std::find_if(ticket.resume_slots.begin(), ticket.resume_slots.end(), [&](const ResumeSlot& s) { return s.tokens == request.tokens; });
   if (slot == ticket.resume_slots.end()) {
     return make_error(ErrorCode::kNotFound, "no resume slot at " + text(request.tokens) + " tokens was granted to this ticket");
   }
@@ -391,8 +389,8 @@ absl::StatusOr<Seal::Reply> seal(State& state, const Seal& request) {
   const absl::StatusOr<Ticket*> open = open_ticket(state, request.session, request.ticket);
   if (!open.ok()) {
     const Outcome* outcome = state.outcomes.find({request.session, request.ticket.value(), OutcomeKey::kTicket});
-    const bool repeat = is_error(open.status(), ErrorCode::kConsumed) && outcome->kind == OutcomeKind::kSealed &&
-                        outcome->lease == request.lease;
+    const bool repeat =
+        is_error(open.status(), ErrorCode::kConsumed) && outcome->kind == OutcomeKind::kSealed && outcome->lease == request.lease;
     if (!repeat) return open.status();
     Seal::Reply reply{outcome->sequence, outcome->lease, {}};
     if (const Lease* lease = state.leases.find(request.session, outcome->lease)) reply.table = lease->table;
@@ -405,14 +403,13 @@ absl::StatusOr<Seal::Reply> seal(State& state, const Seal& request) {
   // Check everything before anything changes.
   const int64_t page_tokens = set.page_tokens();
   if (request.tokens <= 0 || request.tokens < ticket.pages_sealed * page_tokens || request.tokens > ticket.tokens_reserved) {
-    return invalid("tokens is " + text(request.tokens) + ", allowed are " +
-                   text(std::max<int64_t>(1, ticket.pages_sealed * page_tokens)) + " (sealed) to " + text(ticket.tokens_reserved) +
-                   " (reserved)");
+    return invalid("tokens is " + text(request.tokens) + ", allowed are " + text(std::max<int64_t>(1, ticket.pages_sealed * page_tokens)) +
+                   " (sealed) to " + text(ticket.tokens_reserved) + " (reserved)");
   }
   const int64_t full_pages = request.tokens / page_tokens;
   if (ticket.pages_sealed + static_cast<int64_t>(request.pages.size()) != full_pages) {
-    return invalid(text(static_cast<int64_t>(request.pages.size())) + " full pages are given, " +
-                   text(full_pages - ticket.pages_sealed) + " remain to be sealed up to " + text(request.tokens) + " tokens");
+    return invalid(text(static_cast<int64_t>(request.pages.size())) + " full pages are given, " + text(full_pages - ticket.pages_sealed) +
+                   " remain to be sealed up to " + text(request.tokens) + " tokens");
   }
   if (absl::Status bad = check_seals(set, ticket, request.pages, request.tokens); !bad.ok()) return bad;
   const auto [first_block, last_block] = set.window_blocks(request.tokens);

@@ -15,7 +15,9 @@ namespace needle::server {
 
 absl::StatusOr<std::string> advertised_host(const std::string& advertise_address) {
   const absl::StatusOr<HostPort> parsed = parse_host_port(advertise_address);
-  if (!parsed.ok()) return make_error(ErrorCode::kInvalid, absl::StrCat("the advertised address '", advertise_address, "' is ", std::string(parsed.status().message())));
+  if (!parsed.ok())
+    return make_error(ErrorCode::kInvalid,
+                      absl::StrCat("the advertised address '", advertise_address, "' is ", std::string(parsed.status().message())));
 
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
@@ -33,7 +35,8 @@ absl::StatusOr<std::string> advertised_host(const std::string& advertise_address
   }
   char text[NI_MAXHOST] = "";
   if (chosen == nullptr || ::getnameinfo(chosen->ai_addr, chosen->ai_addrlen, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) {
-    return make_error(ErrorCode::kInvalid, absl::StrCat("the advertised host '", parsed->host, "' has neither an IPv4 nor an IPv6 address; set listen.advertise"));
+    return make_error(ErrorCode::kInvalid, absl::StrCat("the advertised host '", parsed->host,
+                                                        "' has neither an IPv4 nor an IPv6 address; set listen.advertise"));
   }
   const std::string host = text;
   if (host == "0.0.0.0" || host == "::") {

@@ -50,7 +50,8 @@ class PeerDirectory::Impl {
   absl::Status add(const std::string& name, const std::string& address) {
     absl::StatusOr<PeerName> parsed = parse_peer(absl::StrCat(name, "=", address));
     if (!parsed.ok()) return parsed.status();
-    if (name == self_.name) return make_error(ErrorCode::kInvalid, absl::StrCat("'", name, "' is this daemon's own name; give one of the two another --name"));
+    if (name == self_.name)
+      return make_error(ErrorCode::kInvalid, absl::StrCat("'", name, "' is this daemon's own name; give one of the two another --name"));
     MutexLock hold(mutex_);
     return enter(name, address, true);
   }
@@ -100,7 +101,9 @@ class PeerDirectory::Impl {
       for (const PeerPoolSet& theirs : peer->sets) {
         if (theirs.name != pool_set) continue;
         const absl::Status same = check_same_format_set(ours.format, theirs.format);
-        return same.ok() ? same : make_error(ErrorCode::kFormatMismatch, absl::StrCat("peer ", peer->name, ", pool ", pool_set, ": ", std::string(same.message())));
+        return same.ok() ? same
+                         : make_error(ErrorCode::kFormatMismatch,
+                                      absl::StrCat("peer ", peer->name, ", pool ", pool_set, ": ", std::string(same.message())));
       }
       return make_error(ErrorCode::kNotFound, absl::StrCat("peer ", peer->name, " has no pool '", pool_set, "'"));
     }
@@ -159,7 +162,8 @@ class PeerDirectory::Impl {
       fill(ours);
     }
     if (theirs.version() != kHelloVersion) {
-      return make_error(ErrorCode::kInvalid, absl::StrCat("peer protocol ", theirs.version(), " is not spoken here; this daemon speaks ", kHelloVersion));
+      return make_error(ErrorCode::kInvalid,
+                        absl::StrCat("peer protocol ", theirs.version(), " is not spoken here; this daemon speaks ", kHelloVersion));
     }
     if (theirs.node() == self_.name) {
       return make_error(ErrorCode::kConflict, absl::StrCat("both daemons are named '", self_.name, "'; give one of them another --name"));
@@ -179,7 +183,8 @@ class PeerDirectory::Impl {
       MutexLock hold(mutex_);
       const auto peer = peers_.find(envelope.from());
       if (peer == peers_.end() || peer->second.incarnation.is_none()) {
-        return make_error(ErrorCode::kNotFound, absl::StrCat("'", envelope.from().substr(0, 64), "' has not said hello to this daemon yet"));
+        return make_error(ErrorCode::kNotFound,
+                          absl::StrCat("'", envelope.from().substr(0, 64), "' has not said hello to this daemon yet"));
       }
       if (peer->second.incarnation != message->from_incarnation) {
         return make_error(ErrorCode::kStale, absl::StrCat("'", peer->first, "' speaks as an incarnation that has not said hello here"));
@@ -222,12 +227,14 @@ class PeerDirectory::Impl {
   absl::Status enter(const std::string& name, const std::string& address, bool listed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     auto found = peers_.find(name);
     if (found == peers_.end()) {
-      if (peers_.size() >= kPeersMax) return make_error(ErrorCode::kBusy, absl::StrCat("there are ", peers_.size(), " peers, the limit"), 1000);
+      if (peers_.size() >= kPeersMax)
+        return make_error(ErrorCode::kBusy, absl::StrCat("there are ", peers_.size(), " peers, the limit"), 1000);
       Peer peer;
       peer.name = name;
       peer.node = node_id_of(name);
       if (peer.node == node_id_of(self_.name) || by_node(peer.node) != nullptr) {
-        return make_error(ErrorCode::kConflict, absl::StrCat("peer name '", name, "' has the same 32-bit id as another daemon's; give it another --name"));
+        return make_error(ErrorCode::kConflict,
+                          absl::StrCat("peer name '", name, "' has the same 32-bit id as another daemon's; give it another --name"));
       }
       found = peers_.emplace(name, std::move(peer)).first;
     }
@@ -268,7 +275,10 @@ class PeerDirectory::Impl {
     if (incarnation != peer.incarnation || theirs.transport_address() != peer.transport_address) {
       on_peer_({peer.node, peer.name, incarnation, theirs.transport(), theirs.transport_address()});
       log_.write(LogLevel::kInfo, peer.incarnation.is_none() ? "peer_met" : "peer_restarted",
-                 {{"peer", peer.name}, {"address", peer.address}, {"incarnation", absl::StrCat(theirs.incarnation())}, {"transport", theirs.transport()}});
+                 {{"peer", peer.name},
+                  {"address", peer.address},
+                  {"incarnation", absl::StrCat(theirs.incarnation())},
+                  {"transport", theirs.transport()}});
     }
     if (theirs.leaving() && peer.state == PeerState::kUp) log_.write(LogLevel::kInfo, "peer_left", {{"peer", peer.name}});
     if (!theirs.leaving() && peer.state == PeerState::kSilent) log_.write(LogLevel::kInfo, "peer_heard_again", {{"peer", peer.name}});
@@ -305,7 +315,8 @@ class PeerDirectory::Impl {
           found.state = PeerState::kRefused;
           found.detail = absl::StrCat("the daemon at ", found.address, " calls itself '", call->reply.node().substr(0, 64), "'");
         } else {
-          const bool unreachable = status.error_code() == grpc::StatusCode::UNAVAILABLE || status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED;
+          const bool unreachable =
+              status.error_code() == grpc::StatusCode::UNAVAILABLE || status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED;
           if (!unreachable) found.state = PeerState::kRefused;
           found.detail = status.error_message();
         }

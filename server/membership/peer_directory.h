@@ -87,7 +87,7 @@ class PeerDirectory {
   ~PeerDirectory();  // waits for calls under way, a few milliseconds after they are cancelled
 
   absl::Status add(const std::string& name, const std::string& address);
-  void start();  // hellos go out from now on
+  void start();        // hellos go out from now on
   void say_goodbye();  // a last hello to every peer that is up, at most kGoodbyeMs long: their silence is then no warning
 
   absl::StatusOr<NodeId> find(const std::string& name) const;

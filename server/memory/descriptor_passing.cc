@@ -101,7 +101,8 @@ absl::StatusOr<FileDescriptor> listen_seqpacket(const std::string& path) {
   struct stat found {};
   if (::lstat(path.c_str(), &found) == 0) {
     if (!S_ISSOCK(found.st_mode)) {
-      return make_error(ErrorCode::kInvalid, absl::StrCat(path, " exists and is not a socket; remove it or choose another node.runtime_dir"));
+      return make_error(ErrorCode::kInvalid,
+                        absl::StrCat(path, " exists and is not a socket; remove it or choose another node.runtime_dir"));
     }
     ::unlink(path.c_str());  // left behind by a killed owner
   }

@@ -80,8 +80,8 @@ absl::StatusOr<FileDescriptor> connect_to_keeper(const std::string& path) {
   ucred owner{};
   socklen_t size = sizeof(owner);
   if (::getsockopt(socket->get(), SOL_SOCKET, SO_PEERCRED, &owner, &size) != 0 || (owner.uid != ::geteuid() && owner.uid != 0)) {
-    return make_error(ErrorCode::kWrongOwner, absl::StrCat("the keeper at ", path, " runs as user ", owner.uid,
-                                                           "; it must be this daemon's user or root"));
+    return make_error(ErrorCode::kWrongOwner,
+                      absl::StrCat("the keeper at ", path, " runs as user ", owner.uid, "; it must be this daemon's user or root"));
   }
   return socket;
 }

@@ -126,7 +126,8 @@ absl::StatusOr<std::unique_ptr<HostMemory>> HostMemory::create(const HostMemoryO
     if (shape.page_bytes > 0 && shape.chunks_max > 0) {
       const int64_t range = shape.chunk_bytes * shape.chunks_max;
       // Aligned to 2 MiB so that huge pages fit; the slack stays reserved.
-      void* address = ::mmap(nullptr, static_cast<size_t>(range + kHugePageBytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      void* address =
+          ::mmap(nullptr, static_cast<size_t>(range + kHugePageBytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (address == MAP_FAILED) {
         return make_error(ErrorCode::kMemory, absl::StrCat("an address range of ", size_text(range), " cannot be reserved: ", reason(errno),
                                                            "; lower memory.bytes_max or raise the limit of address space (ulimit -v)"));
@@ -141,7 +142,8 @@ absl::StatusOr<std::unique_ptr<HostMemory>> HostMemory::create(const HostMemoryO
       for (size_t chunk = 0; chunk < memory->pools_[pool].chunks.size(); ++chunk) {
         const PoolId pool_id{static_cast<uint32_t>(pool)};
         const ChunkIndex index{static_cast<uint32_t>(chunk)};
-        if (descriptor.fd.is_open() && descriptor.name == chunk_name(pool_id, index)) memory->adopt(pool_id, index, std::move(descriptor.fd));
+        if (descriptor.fd.is_open() && descriptor.name == chunk_name(pool_id, index))
+          memory->adopt(pool_id, index, std::move(descriptor.fd));
       }
     }
   }
@@ -166,8 +168,11 @@ bool HostMemory::adopt(PoolId pool, ChunkIndex chunk, FileDescriptor fd) {
   struct stat found {};
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
   if (::fstat(fd.get(), &found) != 0 || found.st_size != place.shape.chunk_bytes || seals < 0 || (seals & kChunkSeals) != kChunkSeals) {
-    log_.write(LogLevel::kWarning, "kept_chunk_refused", {{"name", chunk_name(pool, chunk)}, {"bytes", absl::StrCat(found.st_size)},
-                                                          {"wanted", absl::StrCat(place.shape.chunk_bytes)}, {"seals", absl::StrCat(seals)}});
+    log_.write(LogLevel::kWarning, "kept_chunk_refused",
+               {{"name", chunk_name(pool, chunk)},
+                {"bytes", absl::StrCat(found.st_size)},
+                {"wanted", absl::StrCat(place.shape.chunk_bytes)},
+                {"seals", absl::StrCat(seals)}});
     store_.drop(chunk_name(pool, chunk));
     return false;
   }
@@ -232,8 +237,10 @@ void HostMemory::serve() {
       MutexLock hold(mutex_);
       place.chunks[work.chunk.value()] = *std::move(made);
     } else {
-      log_.write(LogLevel::kError, "chunk_allocation_failed", {{"pool", absl::StrCat(work.pool.value())}, {"chunk", absl::StrCat(work.chunk.value())},
-                                                               {"cause", std::string(made.status().message())}});
+      log_.write(LogLevel::kError, "chunk_allocation_failed",
+                 {{"pool", absl::StrCat(work.pool.value())},
+                  {"chunk", absl::StrCat(work.chunk.value())},
+                  {"cause", std::string(made.status().message())}});
     }
     answer_(work.pool, work.chunk, made.status());
   }
@@ -247,12 +254,14 @@ absl::StatusOr<std::shared_ptr<ChunkFiles>> HostMemory::make_chunk(const Place& 
     if (!reserved_pages) {
       const int64_t available = available_();
       if (available - bytes < options_.spare_bytes) {
-        return make_error(ErrorCode::kMemory, absl::StrCat("a chunk of ", size_text(bytes), " does not fit: ", available / kMiB, " MiB are available and ",
-                                                           options_.spare_bytes / kMiB, " MiB are left to the rest of the machine. Lower memory.bytes"));
+        return make_error(ErrorCode::kMemory,
+                          absl::StrCat("a chunk of ", size_text(bytes), " does not fit: ", available / kMiB, " MiB are available and ",
+                                       options_.spare_bytes / kMiB, " MiB are left to the rest of the machine. Lower memory.bytes"));
       }
     }
     absl::StatusOr<FileDescriptor> fd = make_memfd("needle-chunk", bytes, reserved_pages ? MFD_HUGETLB : 0u);
-    absl::StatusOr<PageBacking> backing = fd.ok() ? fill(fd->get(), place, chunk, reserved_pages) : absl::StatusOr<PageBacking>(fd.status());
+    absl::StatusOr<PageBacking> backing =
+        fd.ok() ? fill(fd->get(), place, chunk, reserved_pages) : absl::StatusOr<PageBacking>(fd.status());
     if (!backing.ok()) {
       refused = backing.status();
       unmap_chunk(place, chunk);
@@ -261,14 +270,17 @@ absl::StatusOr<std::shared_ptr<ChunkFiles>> HostMemory::make_chunk(const Place& 
     }
     if (*backing == PageBacking::kPlain && options_.huge_pages == HugePages::kRequire) {
       unmap_chunk(place, chunk);
-      return make_error(ErrorCode::kMemory, absl::StrCat("memory.huge_pages is `require` and there are none for a chunk of ", size_text(bytes), ": ",
-                                                         std::string(refused.message()),
-                                                         ". Reserve them (sysctl vm.nr_hugepages), enable transparent ones for shared memory, or choose `try`"));
+      return make_error(
+          ErrorCode::kMemory,
+          absl::StrCat("memory.huge_pages is `require` and there are none for a chunk of ", size_text(bytes), ": ",
+                       std::string(refused.message()),
+                       ". Reserve them (sysctl vm.nr_hugepages), enable transparent ones for shared memory, or choose `try`"));
     }
     if (*backing != PageBacking::kReserved2M && options_.huge_pages == HugePages::kTry && !fell_back_) {
       fell_back_ = true;
-      log_.write(LogLevel::kWarning, "huge_pages_fall_back", {{"had", kPageBackingNames[static_cast<int>(*backing)]},
-                                                              {"cause", bytes % kHugePageBytes != 0 ? "chunk is no multiple of 2 MiB" : std::string(refused.message())}});
+      log_.write(LogLevel::kWarning, "huge_pages_fall_back",
+                 {{"had", kPageBackingNames[static_cast<int>(*backing)]},
+                  {"cause", bytes % kHugePageBytes != 0 ? "chunk is no multiple of 2 MiB" : std::string(refused.message())}});
     }
     absl::StatusOr<FileDescriptor> read_only = reopen_read_only(fd->get());
     if (!read_only.ok()) {
@@ -304,7 +316,8 @@ absl::StatusOr<PageBacking> HostMemory::fill(int fd, const Place& place, ChunkIn
     result = ::fallocate(fd, 0, 0, bytes);
   } while (result != 0 && errno == EINTR);
   if (result != 0) {
-    return make_error(ErrorCode::kMemory, absl::StrCat(size_text(bytes), reserved_pages ? " of reserved huge pages: " : " of memory: ", reason(errno)));
+    return make_error(ErrorCode::kMemory,
+                      absl::StrCat(size_text(bytes), reserved_pages ? " of reserved huge pages: " : " of memory: ", reason(errno)));
   }
   return backing;
 }
@@ -347,7 +360,8 @@ void HostMemory::keep_all() const {
     for (size_t pool = 0; pool < pools_.size(); ++pool) {
       for (size_t chunk = 0; chunk < pools_[pool].chunks.size(); ++chunk) {
         if (pools_[pool].chunks[chunk] == nullptr) continue;
-        all.emplace_back(chunk_name(PoolId(static_cast<uint32_t>(pool)), ChunkIndex(static_cast<uint32_t>(chunk))), pools_[pool].chunks[chunk]);
+        all.emplace_back(chunk_name(PoolId(static_cast<uint32_t>(pool)), ChunkIndex(static_cast<uint32_t>(chunk))),
+                         pools_[pool].chunks[chunk]);
       }
     }
   }
@@ -363,10 +377,12 @@ std::string HostMemory::description() const {
     if (count > 0) absl::StrAppend(&text, text.empty() ? "" : ", ", count, " ", kPageBackingNames[backing]);
   }
   return absl::StrCat(total, " chunks", text.empty() ? "" : ": ", text, "; ",
-                      options_.numa_node >= 0 ? absl::StrCat("bound to NUMA node ", options_.numa_node) : "not bound", "; keeper ", store_.kind());
+                      options_.numa_node >= 0 ? absl::StrCat("bound to NUMA node ", options_.numa_node) : "not bound", "; keeper ",
+                      store_.kind());
 }
 
-absl::StatusOr<std::unique_ptr<MemfdMetadata>> MemfdMetadata::create(int64_t bytes, DescriptorStore& store, std::vector<KeptDescriptor>& kept, Log& log) {
+absl::StatusOr<std::unique_ptr<MemfdMetadata>> MemfdMetadata::create(int64_t bytes, DescriptorStore& store,
+                                                                     std::vector<KeptDescriptor>& kept, Log& log) {
   bytes = round_up(bytes, 4096);
   FileDescriptor read_write;
   bool survived = false;

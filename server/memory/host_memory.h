@@ -119,7 +119,8 @@ class HostMemory final : public Memory {
 class MemfdMetadata final : public Metadata {
  public:
   // Takes a kept descriptor of exactly this size, else makes a new one (zeroed).
-  static absl::StatusOr<std::unique_ptr<MemfdMetadata>> create(int64_t bytes, DescriptorStore& store, std::vector<KeptDescriptor>& kept, Log& log);
+  static absl::StatusOr<std::unique_ptr<MemfdMetadata>> create(int64_t bytes, DescriptorStore& store, std::vector<KeptDescriptor>& kept,
+                                                               Log& log);
   ~MemfdMetadata() override;
 
   std::span<const std::byte> bytes() const override { return {data_, static_cast<size_t>(bytes_)}; }

@@ -71,11 +71,7 @@ uint32_t crc32c(uint32_t seed, std::span<const std::byte> bytes) {
 }
 
 RecordTable::RecordTable(Metadata& metadata, PoolId pool, int64_t offset, int64_t pages)
-    : metadata_(&metadata),
-      pool_(pool),
-      base_(metadata.bytes().data()),
-      words_offset_(offset),
-      records_offset_(offset + pages * 8) {
+    : metadata_(&metadata), pool_(pool), base_(metadata.bytes().data()), words_offset_(offset), records_offset_(offset + pages * 8) {
   NEEDLE_CHECK(offset % 8 == 0, "words are written whole");
   NEEDLE_CHECK(offset + pages * kBytesPerPage <= static_cast<int64_t>(metadata.bytes().size()),
                "the metadata region is smaller than Core::metadata_bytes()");
@@ -118,8 +114,7 @@ void RecordTable::write_word(PageIndex page, Generation generation, PageState st
 
 void RecordTable::write_record(PageIndex page, PageRecord record) {
   record.crc = crc_of(page, record);
-  metadata_->put(records_offset_ + int64_t{page.value()} * static_cast<int64_t>(sizeof(PageRecord)),
-                 std::as_bytes(std::span(&record, 1)));
+  metadata_->put(records_offset_ + int64_t{page.value()} * static_cast<int64_t>(sizeof(PageRecord)), std::as_bytes(std::span(&record, 1)));
 }
 
 bool RegionTable::is_blank() const {

@@ -45,15 +45,15 @@ inline constexpr uint16_t kOwnerDaemon = 0xFFFF;  // not a client's: reserved by
 inline constexpr uint16_t kPartialOrdinal = 4095;
 
 struct PageRecord {
-  PageName name;                // kNamed: its own; sets: that of the last full page below, or none
-  SequenceId sequence;          // who wrote it; sets: whose it is
-  uint64_t checksum = 0;        // of the page's bytes, all of the stride
+  PageName name;          // kNamed: its own; sets: that of the last full page below, or none
+  SequenceId sequence;    // who wrote it; sets: whose it is
+  uint64_t checksum = 0;  // of the page's bytes, all of the stride
   Generation generation;
-  PageId parent;                // kNamed: the page before; sets: the last full page below; none at token 0
-  uint32_t tokens_end = 0;      // tokens of the sequence up to the end of this page's content
+  PageId parent;                  // kNamed: the page before; sets: the last full page below; none at token 0
+  uint32_t tokens_end = 0;        // tokens of the sequence up to the end of this page's content
   uint16_t owner = kOwnerDaemon;  // session slot, while reserved
-  uint16_t role_bits = 0;       // role | ordinal << 4 (member: its place; commit: how many window members)
-  uint32_t crc = 0;             // CRC-32C of the bytes above and of (pool, page index)
+  uint16_t role_bits = 0;         // role | ordinal << 4 (member: its place; commit: how many window members)
+  uint32_t crc = 0;               // CRC-32C of the bytes above and of (pool, page index)
 
   PageRole role() const { return static_cast<PageRole>(role_bits & 15); }
   uint16_t ordinal() const { return static_cast<uint16_t>(role_bits >> 4); }

@@ -22,9 +22,7 @@ enum class PoolKind : uint8_t { kPaged = 0, kWindow = 1, kState = 2 };
 inline constexpr int kPoolKinds = 3;
 inline constexpr const char* kPoolKindNames[kPoolKinds] = {"paged", "window", "state"};
 
-constexpr PoolId pool_id(PoolSetId set, PoolKind kind) {
-  return PoolId(set.value() * kPoolKinds + static_cast<uint32_t>(kind));
-}
+constexpr PoolId pool_id(PoolSetId set, PoolKind kind) { return PoolId(set.value() * kPoolKinds + static_cast<uint32_t>(kind)); }
 constexpr PoolSetId set_of(PoolId pool) { return PoolSetId(pool.value() / kPoolKinds); }
 constexpr PoolKind kind_of(PoolId pool) { return static_cast<PoolKind>(pool.value() % kPoolKinds); }
 
@@ -58,7 +56,7 @@ struct PoolShape {
   int64_t page_bytes = 0;   // the stride
   int64_t page_tokens = 0;  // raw tokens a page; for state pools 0: one record a sequence
   int64_t chunk_bytes = 0;
-  int64_t chunks_max = 0;   // bounds the address range and the metadata region
+  int64_t chunks_max = 0;  // bounds the address range and the metadata region
 };
 
 // The pages of a sequence up to `tokens`, in order of position. `paged` covers token 0 onwards, the last one partly

@@ -52,13 +52,11 @@ PageClass Pool::class_of(PageIndex page) const {
     case PageState::kFree:
       if (is_gap(page.value())) return PageClass::kGap;
       return chunk == ChunkState::kRetiring ? PageClass::kRetiring : PageClass::kFree;
-    case PageState::kReserved:
-      return PageClass::kReserved;
+    case PageState::kReserved: return PageClass::kReserved;
     case PageState::kSealed:
       if (info.leases > 0) return PageClass::kLeased;
       return info.pins > 0 ? PageClass::kDraining : PageClass::kSealedIdle;
-    case PageState::kDraining:
-      return PageClass::kDraining;
+    case PageState::kDraining: return PageClass::kDraining;
   }
   return PageClass::kAbsent;
 }
@@ -372,8 +370,8 @@ void Pool::force_free(PageIndex page) {
 
 absl::Status Pool::audit() const {
   const auto differs = [this](const std::string& what, int64_t counted, int64_t kept) {
-    return make_error(ErrorCode::kBug, "pool " + std::to_string(id_.value()) + ": " + what + " recounted " +
-                                           std::to_string(counted) + ", kept " + std::to_string(kept));
+    return make_error(ErrorCode::kBug, "pool " + std::to_string(id_.value()) + ": " + what + " recounted " + std::to_string(counted) +
+                                           ", kept " + std::to_string(kept));
   };
   Occupancy recount;
   std::vector<Chunk> chunks(chunks_.size());
@@ -395,8 +393,8 @@ absl::Status Pool::audit() const {
     }
     if (found >= PageClass::kReserved) ++chunk.used_pages;
     if (found == PageClass::kSealedIdle) ++chunk.idle_pages;
-    const bool should_list = found == PageClass::kSealedIdle && (info.flags & kFlagNamed) != 0 &&
-                             is_candidate(policy_, {info.children, info.last_use});
+    const bool should_list =
+        found == PageClass::kSealedIdle && (info.flags & kFlagNamed) != 0 && is_candidate(policy_, {info.children, info.last_use});
     if (should_list != ((info.flags & kFlagListed) != 0)) return differs("idle list membership of page", page, should_list);
     if (should_list) ++listed;
     if (found < PageClass::kReserved && is_held(index)) return differs("holders of unused page", page, 0);
@@ -408,8 +406,7 @@ absl::Status Pool::audit() const {
       return differs("sealed page without a whole record", page, 0);
     }
   }
-  recount.capacity =
-      recount.free + recount.reserved + recount.sealed_idle + recount.leased + recount.draining;
+  recount.capacity = recount.free + recount.reserved + recount.sealed_idle + recount.leased + recount.draining;
   if (recount.free != occupancy_.free) return differs("free", recount.free, occupancy_.free);
   if (recount.reserved != occupancy_.reserved) return differs("reserved", recount.reserved, occupancy_.reserved);
   if (recount.sealed_idle != occupancy_.sealed_idle) {

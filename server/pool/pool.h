@@ -47,10 +47,10 @@ struct PageInfo {
   uint32_t leases = 0;
   uint16_t pins = 0;
   uint16_t flags = 0;
-  uint32_t children = 0;   // stored pages and sequences that continue this page
-  uint32_t previous = 0;   // in its list: page index + 1, 0 at the ends
+  uint32_t children = 0;  // stored pages and sequences that continue this page
+  uint32_t previous = 0;  // in its list: page index + 1, 0 at the ends
   uint32_t next = 0;
-  uint32_t last_use = 0;   // tick of the catalog's use counter
+  uint32_t last_use = 0;  // tick of the catalog's use counter
 };
 static_assert(sizeof(PageInfo) == 24, "stated in the price above");
 static_assert(sizeof(PageInfo) + RecordTable::kBytesPerPage - sizeof(PageName) - sizeof(SequenceId) <= 64,
@@ -86,12 +86,12 @@ class Pool {
   // --- pages
   // Takes exactly `count` free pages or none; appends them. The owner's slot goes into the records.
   bool reserve(int64_t count, uint16_t owner, std::vector<PageId>& pages);
-  void seal(PageId page, PageRecord record);                     // reserved -> sealed
-  PageId reopen(PageId page, uint16_t owner);                    // sealed, unheld -> reserved, next generation
-  void name(PageIndex page, PageIndex parent, uint32_t use);     // enters the prefix tree; parent none at token 0
-  void unname(PageIndex page);                                   // leaves it; the page itself stays
-  void drain(PageId page);                                       // reserved or sealed -> draining; frees when unheld
-  void free(PageId page);                                        // reserved, or sealed and unheld -> free
+  void seal(PageId page, PageRecord record);                  // reserved -> sealed
+  PageId reopen(PageId page, uint16_t owner);                 // sealed, unheld -> reserved, next generation
+  void name(PageIndex page, PageIndex parent, uint32_t use);  // enters the prefix tree; parent none at token 0
+  void unname(PageIndex page);                                // leaves it; the page itself stays
+  void drain(PageId page);                                    // reserved or sealed -> draining; frees when unheld
+  void free(PageId page);                                     // reserved, or sealed and unheld -> free
   void lease(PageIndex page);
   void unlease(PageIndex page);
   void pin(PageIndex page);
@@ -109,10 +109,10 @@ class Pool {
   enum class ChunkState : uint8_t { kAbsent, kLive, kRetiring };
   struct Chunk {
     ChunkState state = ChunkState::kAbsent;
-    bool registered = false;   // with the transport
-    int64_t pages = 0;         // without gaps
-    int64_t used_pages = 0;    // neither free nor retiring
-    int64_t idle_pages = 0;    // sealed and unheld
+    bool registered = false;  // with the transport
+    int64_t pages = 0;        // without gaps
+    int64_t used_pages = 0;   // neither free nor retiring
+    int64_t idle_pages = 0;   // sealed and unheld
   };
   int64_t chunks_live() const { return chunks_live_; }
   const Chunk& chunk(ChunkIndex chunk) const { return chunks_[chunk.value()]; }

@@ -31,8 +31,8 @@ absl::StatusOr<ChunkTargets> chunk_targets(int64_t budget_bytes, const BudgetRat
     spent += targets[kind] * shape.chunk_bytes;
   }
   if (budget_bytes < least_bytes) {
-    return make_error(ErrorCode::kImpossible, "the budget is " + std::to_string(budget_bytes) + " bytes, one chunk a pool needs " +
-                                                  std::to_string(least_bytes));
+    return make_error(ErrorCode::kImpossible,
+                      "the budget is " + std::to_string(budget_bytes) + " bytes, one chunk a pool needs " + std::to_string(least_bytes));
   }
   // Rounding up to one chunk may overspend: take back from whoever has most to give.
   while (spent > budget_bytes) {

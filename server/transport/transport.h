@@ -29,11 +29,11 @@ namespace needle::server {
 
 // What the fabric can do; asked at start and shown in health. No field changes while a transport lives.
 struct TransportTraits {
-  std::string name;                 // "ucx-get", "ucx-am", "peer-copy", "sim"
-  bool one_sided = false;           // reads without the source's processor
+  std::string name;        // "ucx-get", "ucx-am", "peer-copy", "sim"
+  bool one_sided = false;  // reads without the source's processor
   bool reaches_device_memory = false;
-  int64_t request_pages_max = 64;   // pages one FetchRequest may name
-  int64_t message_bytes_best = 0;   // size at which this fabric is fastest; 0: no preference
+  int64_t request_pages_max = 64;  // pages one FetchRequest may name
+  int64_t message_bytes_best = 0;  // size at which this fabric is fastest; 0: no preference
 };
 
 // A registered chunk as a peer needs it: opaque to the core, carried in a ship's offer. At most kDescriptorBytesMax.

@@ -80,10 +80,14 @@ class Bench {
   template <class Request>
   typename Request::Reply call(const Request& request) {
     typename Request::Reply answer{};
-    NEEDLE_CHECK(loop_->post(Call<Request>{request, [&answer](absl::StatusOr<typename Request::Reply> reply) {
-                                             NEEDLE_CHECK(reply.ok(), reply.status().ToString().c_str());
-                                             answer = std::move(*reply);
-                                           }}).ok(), "the mailbox has room");
+    NEEDLE_CHECK(loop_
+                     ->post(Call<Request>{request,
+                                          [&answer](absl::StatusOr<typename Request::Reply> reply) {
+                                            NEEDLE_CHECK(reply.ok(), reply.status().ToString().c_str());
+                                            answer = std::move(*reply);
+                                          }})
+                     .ok(),
+                 "the mailbox has room");
     loop_->step(8);
     return answer;
   }
@@ -102,8 +106,9 @@ void run(int64_t pages) {
   int64_t spent_ns = 0;
   for (int64_t i = 0; i < kPrompts; ++i) spent_ns += bench.prompt();
   const double changes = static_cast<double>(kPrompts * kPromptPages * 3);
-  std::printf("%10" PRId64 " %12" PRId64 " %14.0f %10.1f %s\n", pages, bench.named_pages(), changes / (static_cast<double>(spent_ns) * 1e-9),
-              static_cast<double>(spent_ns) / changes, bench.audit().ok() ? "audit ok" : "AUDIT FAILS");
+  std::printf("%10" PRId64 " %12" PRId64 " %14.0f %10.1f %s\n", pages, bench.named_pages(),
+              changes / (static_cast<double>(spent_ns) * 1e-9), static_cast<double>(spent_ns) / changes,
+              bench.audit().ok() ? "audit ok" : "AUDIT FAILS");
   std::fflush(stdout);
 }
 

@@ -32,14 +32,10 @@ struct Family {
 };
 // One entry a family: the rows whose id begins with one of its prefixes are its own.
 const std::vector<Family> kFamilies = {
-    {"logits.", bench_logits},
-    {"prefill.bf16.", bench_prefill_logits},
-    {"topk.", bench_topk},
-    {"store.", bench_store},
+    {"logits.", bench_logits}, {"prefill.bf16.", bench_prefill_logits},   {"topk.", bench_topk}, {"store.", bench_store},
     {"pages.", bench_pages},
 #ifdef NEEDLE_BENCH_SELECT
-    {"select.", bench_select},
-    {"prefill.select.", bench_select_prefill},
+    {"select.", bench_select}, {"prefill.select.", bench_select_prefill},
 #endif
 };
 
@@ -100,8 +96,7 @@ void must(cudaError_t error, const char* what) {
 void* device_bytes(int64_t bytes) {
   void* pointer = nullptr;
   if (const cudaError_t error = cudaMalloc(&pointer, static_cast<size_t>(bytes)); error != cudaSuccess) {
-    std::fprintf(stderr, "needle_bench: %lld bytes of device memory: %s\n", static_cast<long long>(bytes),
-                 cudaGetErrorString(error));
+    std::fprintf(stderr, "needle_bench: %lld bytes of device memory: %s\n", static_cast<long long>(bytes), cudaGetErrorString(error));
     std::exit(3);
   }
   return pointer;
@@ -203,8 +198,8 @@ int run(const std::string& only) {
   cudaStream_t stream = nullptr;
   must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   Bench bench(stream);
-  std::printf("needle_bench %s on %s, sm_%d%d, %d multiprocessors, up to %d MHz\n", NEEDLE_COMMIT, properties.name,
-              facts->major, facts->minor, facts->multiprocessors, clock_mhz(facts->device));
+  std::printf("needle_bench %s on %s, sm_%d%d, %d multiprocessors, up to %d MHz\n", NEEDLE_COMMIT, properties.name, facts->major,
+              facts->minor, facts->multiprocessors, clock_mhz(facts->device));
   const double empty_us = bench.us_a_call(84, [&](int) {
     empty_kernel<<<1, 32, 0, stream>>>();
     must(cudaGetLastError(), "empty kernel");
@@ -234,8 +229,8 @@ int run(const std::string& only) {
     const double value = found->second.value;
     const bool pass = goal.better == Better::kLower ? value <= goal.goal : value >= goal.goal;  // NaN never passes
     missed += pass ? 0 : 1;
-    std::printf("| %s | %s %g %s | %.2f | %s | %s | %s |\n", goal.work, goal.better == Better::kLower ? "<=" : ">=",
-                goal.goal, goal.unit, value, pass ? "pass" : "MISS", goal.anchor, found->second.note.c_str());
+    std::printf("| %s | %s %g %s | %.2f | %s | %s | %s |\n", goal.work, goal.better == Better::kLower ? "<=" : ">=", goal.goal, goal.unit,
+                value, pass ? "pass" : "MISS", goal.anchor, found->second.note.c_str());
   }
   std::printf("\n%d absent, %d missed\n", absent, missed);
   return absent > 0 ? 1 : missed > 0 ? 2 : 0;

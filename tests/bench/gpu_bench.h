@@ -26,10 +26,10 @@ namespace needle::bench {
 enum class Better { kLower, kHigher };
 
 struct Goal {
-  const char* id;      // family.row, unique
-  const char* work;    // what is timed, as a person would say it
-  double goal;         // in `unit`
-  const char* unit;    // us, ms, % or x
+  const char* id;    // family.row, unique
+  const char* work;  // what is timed, as a person would say it
+  double goal;       // in `unit`
+  const char* unit;  // us, ms, % or x
   Better better;
   const char* anchor;  // public figures or floors on the same kind of GPU
 };

@@ -95,15 +95,13 @@ class Decode {
 std::string rate_note(Bench& bench, double bytes, double us) {
   char text[160];
   const double copy = bench.copy_bytes_a_us(static_cast<int64_t>(bytes));
-  std::snprintf(text, sizeof text, "%.0f MB, %.2f TB/s, %.0f %% of a copy of as many bytes (%.1f us)", bytes * 1e-6,
-                bytes / us * 1e-6, 100 * bytes / us / copy, bytes / copy);
+  std::snprintf(text, sizeof text, "%.0f MB, %.2f TB/s, %.0f %% of a copy of as many bytes (%.1f us)", bytes * 1e-6, bytes / us * 1e-6,
+                100 * bytes / us / copy, bytes / copy);
   return text;
 }
 
 double time_logits(Bench& bench, const Decode& decode, int calls) {
-  return bench.us_a_call(calls, [&](int call) {
-    return index_logits_cuda(decode.args(call), nullptr, 0, bench.stream());
-  });
+  return bench.us_a_call(calls, [&](int call) { return index_logits_cuda(decode.args(call), nullptr, 0, bench.stream()); });
 }
 
 // TFLOP/s of an 8,192-cubed bf16 product through whatever cuBLAS the machine has; nothing where it has none.
@@ -115,8 +113,8 @@ std::optional<double> matrix_tflops(Bench& bench) {
   if (library == nullptr) return std::nullopt;
   using Create = int (*)(void**);
   using SetStream = int (*)(void*, cudaStream_t);
-  using GemmEx = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int,
-                         const void*, void*, int, int, int, int);
+  using GemmEx = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int, const void*, void*, int,
+                         int, int, int);
   const auto create = reinterpret_cast<Create>(dlsym(library, "cublasCreate_v2"));
   const auto set_stream = reinterpret_cast<SetStream>(dlsym(library, "cublasSetStream_v2"));
   const auto gemm = reinterpret_cast<GemmEx>(dlsym(library, "cublasGemmEx"));
@@ -131,8 +129,8 @@ std::optional<double> matrix_tflops(Bench& bench) {
   set_stream(handle, bench.stream());
   const float one = 1.0f, zero = 0.0f;
   const auto multiply = [&](int) {
-    const int status = gemm(handle, kTransposed, kPlain, kSide, kSide, kSide, &one, a.get(), kBf16, kSide, b.get(), kBf16,
-                            kSide, &zero, c.get(), kBf16, kSide, kComputeF32, kDefault);
+    const int status = gemm(handle, kTransposed, kPlain, kSide, kSide, kSide, &one, a.get(), kBf16, kSide, b.get(), kBf16, kSide, &zero,
+                            c.get(), kBf16, kSide, kComputeF32, kDefault);
     return status == 0 ? absl::OkStatus() : absl::InternalError("cublasGemmEx");
   };
   must(multiply(0), "cuBLAS warm-up");
@@ -242,8 +240,7 @@ void bench_prefill(Bench& bench) {
   });
   const double tflops = 2.0 * kQueries * static_cast<double>(kKeys) * kHeads * 128 / us * 1e-6;
   char note[160];
-  std::snprintf(note, sizeof note, "%.3f ms, %.0f TFLOP/s; cuBLAS bf16 8,192-cubed %.0f", us * 1e-3, tflops,
-                ceiling.value_or(0));
+  std::snprintf(note, sizeof note, "%.3f ms, %.0f TFLOP/s; cuBLAS bf16 8,192-cubed %.0f", us * 1e-3, tflops, ceiling.value_or(0));
   bench.record("prefill.bf16.4096x16384", ceiling ? 100 * tflops / *ceiling : std::nan(""), note);
 }
 

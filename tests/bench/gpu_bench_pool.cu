@@ -14,8 +14,7 @@ __device__ uint64_t mix(uint64_t value) {
 }
 
 // fp8 pages: codes of roughly normal numbers (never NaN), then scales near 0.005. One thread, 16 bytes.
-__global__ void fill_fp8_kernel(uint4* base, int64_t vectors, int64_t stride, int layers, int layer_bytes, int values,
-                                uint64_t seed) {
+__global__ void fill_fp8_kernel(uint4* base, int64_t vectors, int64_t stride, int layers, int layer_bytes, int values, uint64_t seed) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += step) {
     const int64_t in_page = 16 * i % stride;

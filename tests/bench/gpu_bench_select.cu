@@ -135,9 +135,8 @@ void bench_prefill_select(Bench& bench) {
   double logits_us = 0;
   {
     DeviceArray<float> all_scores(int64_t{kQueries} * kKeys);
-    logits_us = bench.us_a_call(21, [&](int call) {
-      return index_logits_cuda(logits_args(call, 0, kQueries, all_scores.get()), nullptr, 0, stream);
-    });
+    logits_us = bench.us_a_call(
+        21, [&](int call) { return index_logits_cuda(logits_args(call, 0, kQueries, all_scores.get()), nullptr, 0, stream); });
   }
   DeviceArray<float> scores(int64_t{kChunk} * kKeys);
   const int64_t scratch_bytes = select_topk_cuda_scratch(select_args(0, kChunk, scores.get()));

@@ -38,7 +38,8 @@ int main(int argc, char** argv) {
   }
   source.start();
   reader.start();
-  NEEDLE_CHECK(needle::testing::eventually(20, [&] { return reader.peer_is("source", "up") && source.peer_is("reader", "up"); }), "the daemons do not meet");
+  NEEDLE_CHECK(needle::testing::eventually(20, [&] { return reader.peer_is("source", "up") && source.peer_is("reader", "up"); }),
+               "the daemons do not meet");
   const auto writer = source.attach();
   const auto engine = reader.attach();
   NEEDLE_CHECK(writer != nullptr && engine != nullptr, "no client");

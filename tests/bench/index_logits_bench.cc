@@ -145,9 +145,9 @@ struct FreeAligned {
 };
 
 struct Workload {
-  int rows = 1;             // sequences
-  int64_t context = 0;      // entries of each
-  int queries_a_row = 1;    // decode tokens, or prefill queries with causal lengths over the last of the context
+  int rows = 1;           // sequences
+  int64_t context = 0;    // entries of each
+  int queries_a_row = 1;  // decode tokens, or prefill queries with causal lengths over the last of the context
   bool prefill = false;
   ElementFormat element = ElementFormat::kBf16;
 };
@@ -265,7 +265,8 @@ std::string cpu_model() {
 int register_all() {
   benchmark::AddCustomContext("cpu", cpu_model());
   if (!cpu_has(CpuIsa::kAvx512Bf16)) {
-    benchmark::AddCustomContext("index_logits", std::string("this machine has no AVX-512 BF16; its best set is ") + name_of(best_cpu_isa()));
+    benchmark::AddCustomContext("index_logits",
+                                std::string("this machine has no AVX-512 BF16; its best set is ") + name_of(best_cpu_isa()));
   }
   for (CpuIsa isa : cpu_isas_present()) {
     if (cached_peak_of(isa) > 0) {

@@ -101,7 +101,9 @@ void measure(client::Client& client, const client::Pages& pages, int64_t entries
   }
   std::vector<int64_t> difference_ns(bare_ns.size());
   for (size_t i = 0; i < bare_ns.size(); ++i) difference_ns[i] = client_ns[i] - bare_ns[i];
-  std::printf("entries=%" PRId64 " heads=%d k=%d repeats=%zu kernel_us=%.2f client_us=%.2f beyond_us=%.2f (medians; of the differences: p10 %.2f, median %.2f, p90 %.2f)\n",
+  std::printf("entries=%" PRId64
+              " heads=%d k=%d repeats=%zu kernel_us=%.2f client_us=%.2f beyond_us=%.2f (medians; of the differences: p10 %.2f, median "
+              "%.2f, p90 %.2f)\n",
               entries, heads, k, bare_ns.size(), quantile_us(bare_ns, 0.5), quantile_us(client_ns, 0.5),
               quantile_us(client_ns, 0.5) - quantile_us(bare_ns, 0.5), quantile_us(difference_ns, 0.1), quantile_us(difference_ns, 0.5),
               quantile_us(difference_ns, 0.9));
@@ -112,7 +114,8 @@ void measure(client::Client& client, const client::Pages& pages, int64_t entries
 int main() {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   needle::testing::Folder folder;
-  needle::testing::DaemonProcess daemon(folder, "bench", needle::testing::DaemonProcess::default_config(512) + "[transport]\nkind = \"none\"\n");
+  needle::testing::DaemonProcess daemon(folder, "bench",
+                                        needle::testing::DaemonProcess::default_config(512) + "[transport]\nkind = \"none\"\n");
   daemon.start();
   const std::unique_ptr<client::Client> client = daemon.attach();
   NEEDLE_CHECK(client != nullptr, "needled did not start");

@@ -163,8 +163,10 @@ int run(const Settings& settings) {
   // By pages: a prompt takes `pages` of 16 KiB, a ring of window pages of 37 KiB and a record of 16 KiB.
   const std::string budget = std::to_string(settings.budget_mib);
   needle::testing::DaemonProcess daemon(folder, "bench",
-                                        "[memory]\nbytes = \"" + budget + "M\"\nscratch_bytes = \"1M\"\nchunk_bytes = \"2M\"\n[transport]\nkind = \"none\"\n"
-                                        "[pool.default]\nformat_file = \"" + (folder.path() / "small.txt").string() +
+                                        "[memory]\nbytes = \"" + budget +
+                                            "M\"\nscratch_bytes = \"1M\"\nchunk_bytes = \"2M\"\n[transport]\nkind = \"none\"\n"
+                                            "[pool.default]\nformat_file = \"" +
+                                            (folder.path() / "small.txt").string() +
                                             "\"\nratio_paged = 5\nratio_window = 2\nratio_state = 1\n");
   daemon.start();
   NEEDLE_CHECK(daemon.running() && daemon.answers(), "needled did not start");
@@ -188,10 +190,12 @@ int run(const Settings& settings) {
   }
   const double daemon_s = process_seconds(daemon.pid()) - daemon_start_s;
   for (const Helper& helper : helpers) waitpid(helper.pid, nullptr, 0);
-  std::printf("clients=%" PRId64 " pages_a_call=%" PRId64 " seconds=%.2f pages_per_s=%.0f calls_per_s=%.0f reserve_us=%.0f seal_us=%.0f "
+  std::printf("clients=%" PRId64 " pages_a_call=%" PRId64
+              " seconds=%.2f pages_per_s=%.0f calls_per_s=%.0f reserve_us=%.0f seal_us=%.0f "
               "daemon_cores=%.2f clients_cores=%.2f\n",
               settings.clients, settings.pages, seconds_max, static_cast<double>(all.pages) / seconds_max,
-              2 * static_cast<double>(all.prompts) / seconds_max, reserve_us, seal_us, daemon_s / seconds_max, all.processor_seconds / seconds_max);
+              2 * static_cast<double>(all.prompts) / seconds_max, reserve_us, seal_us, daemon_s / seconds_max,
+              all.processor_seconds / seconds_max);
   return 0;
 }
 
@@ -199,8 +203,10 @@ int run(const Settings& settings) {
 
 int main(int argc, char** argv) {
   Settings settings;
-  const std::map<std::string, int64_t*> numbers = {
-      {"--clients", &settings.clients}, {"--pages", &settings.pages}, {"--seconds", &settings.seconds}, {"--budget-mib", &settings.budget_mib}};
+  const std::map<std::string, int64_t*> numbers = {{"--clients", &settings.clients},
+                                                   {"--pages", &settings.pages},
+                                                   {"--seconds", &settings.seconds},
+                                                   {"--budget-mib", &settings.budget_mib}};
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     const size_t equals = argument.find('=');

@@ -47,28 +47,17 @@ enum class RowOrder {
 };
 const char* name_of(RowOrder order) {
   switch (order) {
-    case RowOrder::kOrdinary:
-      return "ordinary";
-    case RowOrder::kAscending:
-      return "ascending";
-    case RowOrder::kDescending:
-      return "descending";
-    case RowOrder::kSawtooth:
-      return "sawtooth";
-    case RowOrder::kBestLast:
-      return "best_last";
-    case RowOrder::kBestInOneRun:
-      return "best_in_one_run";
-    case RowOrder::kAllEqual:
-      return "all_equal";
-    case RowOrder::kTwoValues:
-      return "two_values";
-    case RowOrder::kMostlyAbsent:
-      return "mostly_absent";
-    case RowOrder::kOneBin:
-      return "one_half_precision_bin";
-    case RowOrder::kHalfNan:
-      return "half_nan";
+    case RowOrder::kOrdinary: return "ordinary";
+    case RowOrder::kAscending: return "ascending";
+    case RowOrder::kDescending: return "descending";
+    case RowOrder::kSawtooth: return "sawtooth";
+    case RowOrder::kBestLast: return "best_last";
+    case RowOrder::kBestInOneRun: return "best_in_one_run";
+    case RowOrder::kAllEqual: return "all_equal";
+    case RowOrder::kTwoValues: return "two_values";
+    case RowOrder::kMostlyAbsent: return "mostly_absent";
+    case RowOrder::kOneBin: return "one_half_precision_bin";
+    case RowOrder::kHalfNan: return "half_nan";
   }
   return "";
 }
@@ -83,34 +72,18 @@ std::vector<float> scores_of(RowOrder order, int64_t length, int64_t rows) {
       switch (order) {
         case RowOrder::kOrdinary:
         case RowOrder::kAscending:
-        case RowOrder::kDescending:
-          out[i] = ordinary;
-          break;
-        case RowOrder::kSawtooth:
-          out[i] = static_cast<float>(i % 4096);
-          break;
-        case RowOrder::kBestLast:
-          out[i] = i * 8 >= length * 7 ? 10.0f + static_cast<float>(i) : ordinary;
-          break;
-        case RowOrder::kBestInOneRun:
-          out[i] = i >= length / 3 && i < length / 3 + 700 ? 50.0f + ordinary : ordinary;
-          break;
-        case RowOrder::kAllEqual:
-          out[i] = 0.75f;
-          break;
-        case RowOrder::kTwoValues:
-          out[i] = rng.chance(0.5) ? 0.5f : 0.75f;
-          break;
+        case RowOrder::kDescending: out[i] = ordinary; break;
+        case RowOrder::kSawtooth: out[i] = static_cast<float>(i % 4096); break;
+        case RowOrder::kBestLast: out[i] = i * 8 >= length * 7 ? 10.0f + static_cast<float>(i) : ordinary; break;
+        case RowOrder::kBestInOneRun: out[i] = i >= length / 3 && i < length / 3 + 700 ? 50.0f + ordinary : ordinary; break;
+        case RowOrder::kAllEqual: out[i] = 0.75f; break;
+        case RowOrder::kTwoValues: out[i] = rng.chance(0.5) ? 0.5f : 0.75f; break;
         case RowOrder::kMostlyAbsent:
           out[i] = ordinary;
           if (i % 512 != 77) std::memcpy(&out[i], &kAbsentScoreBits, sizeof(out[i]));
           break;
-        case RowOrder::kOneBin:
-          out[i] = 1.1f + 0.01f * ordinary;
-          break;
-        case RowOrder::kHalfNan:
-          out[i] = rng.chance(0.5) ? std::nanf("") : ordinary;
-          break;
+        case RowOrder::kOneBin: out[i] = 1.1f + 0.01f * ordinary; break;
+        case RowOrder::kHalfNan: out[i] = rng.chance(0.5) ? std::nanf("") : ordinary; break;
       }
     }
     if (order == RowOrder::kAscending) std::sort(out, out + length);
@@ -137,8 +110,7 @@ void select_rows(benchmark::State& state, CpuIsa isa, RowOrder order, int64_t le
   args.report = &report;
   CallerThread caller;
   const int64_t bytes = select_topk_cpu_scratch(args, 1);
-  const std::unique_ptr<void, void (*)(void*)> scratch(
-      std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)), std::free);
+  const std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)), std::free);
   int64_t row = 0;
   double best_us = std::numeric_limits<double>::infinity();
   for (auto _ : state) {
@@ -152,23 +124,20 @@ void select_rows(benchmark::State& state, CpuIsa isa, RowOrder order, int64_t le
   }
   state.counters["best_us"] = best_us;
   state.SetBytesProcessed(state.iterations() * length * 4);
-  state.counters["fallbacks"] =
-      benchmark::Counter(static_cast<double>(report.fallbacks), benchmark::Counter::kAvgIterations);
+  state.counters["fallbacks"] = benchmark::Counter(static_cast<double>(report.fallbacks), benchmark::Counter::kAvgIterations);
 }
 
 const bool kRegistered = [] {
   for (const CpuIsa isa : cpu_isas_present()) {
     if (isa == CpuIsa::kAvx512Bf16) continue;  // selection is the same there
     const auto add = [isa](RowOrder order, int64_t length, int k, int64_t rows) {
-      const std::string name = std::string("select_topk/") + needle::name_of(isa) + "/" + name_of(order) + "/" +
-                               std::to_string(rows) + "x" + std::to_string(length) + "/k" + std::to_string(k);
-      benchmark::RegisterBenchmark(name.c_str(), select_rows, isa, order, length, k, rows)
-          ->Unit(benchmark::kMicrosecond);
+      const std::string name = std::string("select_topk/") + needle::name_of(isa) + "/" + name_of(order) + "/" + std::to_string(rows) +
+                               "x" + std::to_string(length) + "/k" + std::to_string(k);
+      benchmark::RegisterBenchmark(name.c_str(), select_rows, isa, order, length, k, rows)->Unit(benchmark::kMicrosecond);
     };
-    for (const RowOrder order :
-         {RowOrder::kOrdinary, RowOrder::kAscending, RowOrder::kDescending, RowOrder::kSawtooth, RowOrder::kBestLast,
-          RowOrder::kBestInOneRun, RowOrder::kAllEqual, RowOrder::kTwoValues, RowOrder::kOneBin, RowOrder::kHalfNan,
-          RowOrder::kMostlyAbsent}) {
+    for (const RowOrder order : {RowOrder::kOrdinary, RowOrder::kAscending, RowOrder::kDescending, RowOrder::kSawtooth, RowOrder::kBestLast,
+                                 RowOrder::kBestInOneRun, RowOrder::kAllEqual, RowOrder::kTwoValues, RowOrder::kOneBin, RowOrder::kHalfNan,
+                                 RowOrder::kMostlyAbsent}) {
       add(order, 131072, 512, 1);
       add(order, 131072, 512, kRotatingRows);
     }

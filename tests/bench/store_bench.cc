@@ -161,12 +161,10 @@ const bool kRegistered = [] {
     rows("main_kv_ratio4_fp8_ds_mla", component_of(ComponentKind::kMainKv, 4, ElementFormat::kFp8DsMla, ScaleKind::kPowerOfTwo));
     rows("main_kv_ratio128_fp8_ds_mla", component_of(ComponentKind::kMainKv, 128, ElementFormat::kFp8DsMla, ScaleKind::kPowerOfTwo));
     rows("window_kv_fp8_ds_mla", component_of(ComponentKind::kWindowKv, 1, ElementFormat::kFp8DsMla, ScaleKind::kPowerOfTwo));
-    benchmark::RegisterBenchmark((std::string("prepare_index_q/bf16") + on).c_str(), [isa](benchmark::State& bench) {
-      prepare(bench, QueryElement::kBf16, ScaleKind::kNone, isa);
-    });
-    benchmark::RegisterBenchmark((std::string("prepare_index_q/fp8") + on).c_str(), [isa](benchmark::State& bench) {
-      prepare(bench, QueryElement::kFp8, ScaleKind::kAmax, isa);
-    });
+    benchmark::RegisterBenchmark((std::string("prepare_index_q/bf16") + on).c_str(),
+                                 [isa](benchmark::State& bench) { prepare(bench, QueryElement::kBf16, ScaleKind::kNone, isa); });
+    benchmark::RegisterBenchmark((std::string("prepare_index_q/fp8") + on).c_str(),
+                                 [isa](benchmark::State& bench) { prepare(bench, QueryElement::kFp8, ScaleKind::kAmax, isa); });
   }
   return true;
 }();

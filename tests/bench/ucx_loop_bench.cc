@@ -206,8 +206,7 @@ class Side {
     read_all(channel_, peer_key.data(), peer_key.size());
     remote_base_ = theirs.base;
     ucp_ep_params_t params{};
-    params.field_mask =
-        UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+    params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
     params.address = reinterpret_cast<const ucp_address_t*>(peer_address.data());
     params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
     params.err_handler.cb = [](void*, ucp_ep_h, ucs_status_t status) { check_ok(status, "the endpoint"); };
@@ -270,12 +269,8 @@ class Side {
     param.user_data = this;
     ucs_status_ptr_t request = nullptr;
     switch (settings_.call) {
-      case Call::kGet:
-        request = ucp_get_nbx(endpoint_, base_ + there, bytes, remote_base_ + here, remote_key_, &param);
-        break;
-      case Call::kPut:
-        request = ucp_put_nbx(endpoint_, base_ + here, bytes, remote_base_ + there, remote_key_, &param);
-        break;
+      case Call::kGet: request = ucp_get_nbx(endpoint_, base_ + there, bytes, remote_base_ + here, remote_key_, &param); break;
+      case Call::kPut: request = ucp_put_nbx(endpoint_, base_ + here, bytes, remote_base_ + there, remote_key_, &param); break;
       case Call::kAmEager:
       case Call::kAmRendezvous: {
         MessageHeader& header = headers_[next_header_++ % headers_.size()];
@@ -359,13 +354,13 @@ int run_reader(const Settings& settings, int channel, const char* name) {
   unsigned minor = 0;
   unsigned patch = 0;
   ucp_get_version(&major, &minor, &patch);
-  std::printf("ucx=%u.%u.%u call=%s page_bytes=%lld message_bytes=%lld pages=%lld window=%lld rounds=%lld seconds=%.3f "
-              "gb_per_s=%.3f reader_cpu_ms_per_gb=%.0f source_cpu_ms_per_gb=%.0f wrong_pages=%s\n",
-              major, minor, patch, name, static_cast<long long>(settings.page_bytes),
-              static_cast<long long>(settings.message_bytes), static_cast<long long>(settings.pages),
-              static_cast<long long>(settings.window), static_cast<long long>(settings.rounds), seconds,
-              bytes / seconds * 1e-9, reader_s / bytes * 1e12, source_s / bytes * 1e12,
-              settings.verify ? std::to_string(wrong).c_str() : "unchecked");
+  std::printf(
+      "ucx=%u.%u.%u call=%s page_bytes=%lld message_bytes=%lld pages=%lld window=%lld rounds=%lld seconds=%.3f "
+      "gb_per_s=%.3f reader_cpu_ms_per_gb=%.0f source_cpu_ms_per_gb=%.0f wrong_pages=%s\n",
+      major, minor, patch, name, static_cast<long long>(settings.page_bytes), static_cast<long long>(settings.message_bytes),
+      static_cast<long long>(settings.pages), static_cast<long long>(settings.window), static_cast<long long>(settings.rounds), seconds,
+      bytes / seconds * 1e-9, reader_s / bytes * 1e12, source_s / bytes * 1e12,
+      settings.verify ? std::to_string(wrong).c_str() : "unchecked");
   return wrong == 0 ? 0 : 1;
 }
 
@@ -377,23 +372,37 @@ bool parse(int argc, char** argv, Settings& settings, std::string& name) {
     const std::string value = equals == std::string::npos ? "" : argument.substr(equals + 1);
     if (key == "--call") {
       name = value;
-      if (value == "am-eager") settings.call = Call::kAmEager;
-      else if (value == "am-rendezvous") settings.call = Call::kAmRendezvous;
-      else if (value == "get") settings.call = Call::kGet;
-      else if (value == "put") settings.call = Call::kPut;
-      else return false;
-    } else if (key == "--page-bytes") settings.page_bytes = std::atoll(value.c_str());
-    else if (key == "--message-bytes") settings.message_bytes = std::atoll(value.c_str());
-    else if (key == "--pages") settings.pages = std::atoll(value.c_str());
-    else if (key == "--window") settings.window = std::atoll(value.c_str());
-    else if (key == "--rounds") settings.rounds = std::atoll(value.c_str());
-    else if (argument == "--verify") settings.verify = true;
-    else if (argument == "--no-pin") settings.pin = false;
-    else if (argument == "--lanes") settings.print_lanes = true;
-    else return false;
+      if (value == "am-eager")
+        settings.call = Call::kAmEager;
+      else if (value == "am-rendezvous")
+        settings.call = Call::kAmRendezvous;
+      else if (value == "get")
+        settings.call = Call::kGet;
+      else if (value == "put")
+        settings.call = Call::kPut;
+      else
+        return false;
+    } else if (key == "--page-bytes")
+      settings.page_bytes = std::atoll(value.c_str());
+    else if (key == "--message-bytes")
+      settings.message_bytes = std::atoll(value.c_str());
+    else if (key == "--pages")
+      settings.pages = std::atoll(value.c_str());
+    else if (key == "--window")
+      settings.window = std::atoll(value.c_str());
+    else if (key == "--rounds")
+      settings.rounds = std::atoll(value.c_str());
+    else if (argument == "--verify")
+      settings.verify = true;
+    else if (argument == "--no-pin")
+      settings.pin = false;
+    else if (argument == "--lanes")
+      settings.print_lanes = true;
+    else
+      return false;
   }
-  return settings.page_bytes > 0 && settings.page_bytes % 8 == 0 && settings.pages > 0 && settings.window > 0 &&
-         settings.window <= 4096 && settings.rounds > 0 && settings.message_bytes >= 0;
+  return settings.page_bytes > 0 && settings.page_bytes % 8 == 0 && settings.pages > 0 && settings.window > 0 && settings.window <= 4096 &&
+         settings.rounds > 0 && settings.message_bytes >= 0;
 }
 
 }  // namespace

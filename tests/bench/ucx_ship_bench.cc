@@ -71,8 +71,7 @@ uint64_t sum_of(std::span<const std::byte> page) {
 
 class Daemon {
  public:
-  Daemon(const Settings& settings, uint32_t node)
-      : settings_(settings), log_(stderr, settings.log ? LogLevel::kInfo : LogLevel::kWarning) {
+  Daemon(const Settings& settings, uint32_t node) : settings_(settings), log_(stderr, settings.log ? LogLevel::kInfo : LogLevel::kWarning) {
     const size_t bytes = static_cast<size_t>(settings.page_bytes * settings.pages);
     const int fd = memfd_create("ucx_ship_bench", MFD_CLOEXEC);
     NEEDLE_CHECK(fd >= 0 && fallocate(fd, 0, 0, static_cast<off_t>(bytes)) == 0, "no memory for the footprint");
@@ -95,7 +94,10 @@ class Daemon {
     place.base = memory_.data();
     place.shape = {settings.page_bytes, 256, static_cast<int64_t>(bytes), 1};
     const bool sums = settings.checksums;
-    UcxEnvironment environment{clock_, processor_clock_, log_, {place},
+    UcxEnvironment environment{clock_,
+                               processor_clock_,
+                               log_,
+                               {place},
                                [sums](PoolId, std::span<const std::byte> page) { return sums ? sum_of(page) : uint64_t{0}; },
                                [this] {
                                  std::lock_guard<std::mutex> hold(mutex_);
@@ -147,7 +149,8 @@ int run_source(const Settings& settings, int channel) {
   std::vector<uint64_t> sums;
   for (int64_t i = 0; i < settings.pages; ++i) {
     auto* words = reinterpret_cast<uint64_t*>(daemon.page(i).data());
-    for (int64_t w = 0; w < settings.page_bytes / 8; ++w) words[w] = static_cast<uint64_t>(i + 1) * 0x9E3779B97F4A7C15ull ^ static_cast<uint64_t>(w);
+    for (int64_t w = 0; w < settings.page_bytes / 8; ++w)
+      words[w] = static_cast<uint64_t>(i + 1) * 0x9E3779B97F4A7C15ull ^ static_cast<uint64_t>(w);
     sums.push_back(settings.checksums ? sum_of(daemon.page(i)) : 0);
   }
   write_text(channel, daemon.transport().address());
@@ -175,9 +178,7 @@ void pass(Daemon& daemon, const Settings& settings, const std::vector<uint64_t>&
     request.source = NodeId(1);
     request.source_incarnation = Incarnation(1);
     for (int64_t i = posted * settings.request_pages; i < std::min(settings.pages, (posted + 1) * settings.request_pages); ++i) {
-      const auto ref = [](int64_t index) {
-        return PageRef{kPool, {PageIndex(static_cast<uint32_t>(index)), Generation(1)}};
-      };
+      const auto ref = [](int64_t index) { return PageRef{kPool, {PageIndex(static_cast<uint32_t>(index)), Generation(1)}}; };
       request.pages.push_back({ref(i), ref(i * 167 % settings.pages)});
     }
     daemon.transport().post(std::move(request));
@@ -190,7 +191,8 @@ void pass(Daemon& daemon, const Settings& settings, const std::vector<uint64_t>&
     for (const FetchCompletion& done : events.fetched) {
       NEEDLE_CHECK(done.status.ok(), done.status.ToString().c_str());
       for (size_t i = 0; i < done.checksums.size(); ++i) {
-        NEEDLE_CHECK(done.checksums[i] == sums[done.id.part * static_cast<size_t>(settings.request_pages) + i], "a page arrived with another checksum");
+        NEEDLE_CHECK(done.checksums[i] == sums[done.id.part * static_cast<size_t>(settings.request_pages) + i],
+                     "a page arrived with another checksum");
       }
       ++answered;
     }
@@ -224,37 +226,40 @@ int run_reader(const Settings& settings, int channel) {
   const char end = 'x';
   write_all(channel, &end, 1);
   const double bytes = static_cast<double>(settings.page_bytes * settings.pages * settings.rounds);
-  std::printf("ucx=%s ship transport=%s page_bytes=%lld message_bytes=%lld pages=%lld in_flight=%lld rounds=%lld checksums=%s "
-              "seconds=%.3f gb_per_s=%.3f reader_cpu_ms_per_gb=%.0f source_cpu_ms_per_gb=%.0f\n",
-              library_version().c_str(), daemon.transport().traits().name.c_str(), static_cast<long long>(settings.page_bytes),
-              static_cast<long long>(settings.message_bytes), static_cast<long long>(settings.pages),
-              static_cast<long long>(settings.bytes_in_flight), static_cast<long long>(settings.rounds),
-              settings.checksums ? "on" : "off", seconds, bytes / seconds * 1e-9, reader_s / bytes * 1e12, source_s / bytes * 1e12);
+  std::printf(
+      "ucx=%s ship transport=%s page_bytes=%lld message_bytes=%lld pages=%lld in_flight=%lld rounds=%lld checksums=%s "
+      "seconds=%.3f gb_per_s=%.3f reader_cpu_ms_per_gb=%.0f source_cpu_ms_per_gb=%.0f\n",
+      library_version().c_str(), daemon.transport().traits().name.c_str(), static_cast<long long>(settings.page_bytes),
+      static_cast<long long>(settings.message_bytes), static_cast<long long>(settings.pages),
+      static_cast<long long>(settings.bytes_in_flight), static_cast<long long>(settings.rounds), settings.checksums ? "on" : "off", seconds,
+      bytes / seconds * 1e-9, reader_s / bytes * 1e12, source_s / bytes * 1e12);
   return 0;
 }
 
 bool parse(int argc, char** argv, Settings& settings) {
-  const std::map<std::string, int64_t*> numbers = {{"--page-bytes", &settings.page_bytes},
-                                                   {"--pages", &settings.pages},
-                                                   {"--message-bytes", &settings.message_bytes},
-                                                   {"--in-flight", &settings.bytes_in_flight},
-                                                   {"--sends", &settings.sends},
-                                                   {"--spin-us", &settings.spin_us},
-                                                   {"--request-pages", &settings.request_pages},
-                                                   {"--requests", &settings.requests},
-                                                   {"--rounds", &settings.rounds}};
+  const std::map<std::string, int64_t*> numbers = {
+      {"--page-bytes", &settings.page_bytes},       {"--pages", &settings.pages},       {"--message-bytes", &settings.message_bytes},
+      {"--in-flight", &settings.bytes_in_flight},   {"--sends", &settings.sends},       {"--spin-us", &settings.spin_us},
+      {"--request-pages", &settings.request_pages}, {"--requests", &settings.requests}, {"--rounds", &settings.rounds}};
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     const size_t equals = argument.find('=');
     const std::string key = argument.substr(0, equals);
     const std::string value = equals == std::string::npos ? "" : argument.substr(equals + 1);
-    if (const auto number = numbers.find(key); number != numbers.end()) *number->second = std::atoll(value.c_str());
-    else if (key == "--transports") settings.transports = value;
-    else if (key == "--call") settings.call = value;
-    else if (argument == "--no-checksums") settings.checksums = false;
-    else if (argument == "--no-pin") settings.pin = false;
-    else if (argument == "--log") settings.log = true;
-    else return false;
+    if (const auto number = numbers.find(key); number != numbers.end())
+      *number->second = std::atoll(value.c_str());
+    else if (key == "--transports")
+      settings.transports = value;
+    else if (key == "--call")
+      settings.call = value;
+    else if (argument == "--no-checksums")
+      settings.checksums = false;
+    else if (argument == "--no-pin")
+      settings.pin = false;
+    else if (argument == "--log")
+      settings.log = true;
+    else
+      return false;
   }
   return settings.page_bytes > 0 && settings.page_bytes % 256 == 0 && settings.pages > 0 && settings.request_pages > 0 &&
          settings.request_pages <= 64 && settings.requests > 0 && settings.rounds > 0;

@@ -130,7 +130,8 @@ class SessionTest : public ::testing::Test {
     options.grpc_target = "unix:" + folder_ + "/grpc.sock";
     server::AttachPoolSet set{"default", format_set_text(*preset_formats("raw", {})), {}, {}, {false, false, false}};
     server::AttachServer::Sources sources{[](PoolId, ChunkIndex) { return nullptr; }, metadata_.get(), 4096};
-    auto made = server::AttachServer::start(std::move(options), {set}, sources, registry_, [this](Message message) { return post(std::move(message)); }, log_);
+    auto made = server::AttachServer::start(
+        std::move(options), {set}, sources, registry_, [this](Message message) { return post(std::move(message)); }, log_);
     ASSERT_TRUE(made.ok()) << made.status();
     attach_ = *std::move(made);
   }
@@ -241,7 +242,7 @@ TEST_F(SessionTest, a_client_attaches_again_only_when_its_launches_have_ended) {
     launch_is_open_ = true;
     start();
     while (attach_->connections() == 0) std::this_thread::yield();  // it is back, and would like to attach
-    launch_is_open_ = false;  // by the kernel's fence, an instant before the bracket closes
+    launch_is_open_ = false;                                        // by the kernel's fence, an instant before the bracket closes
   }
   ASSERT_TRUE(attached_times(2));
   std::lock_guard<std::mutex> hold(mutex_);

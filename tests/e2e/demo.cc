@@ -51,8 +51,8 @@ using client::TopkQuery;
 constexpr int kDim = 128;
 constexpr int kTopk = 512;
 constexpr int kTokensPerEntry = 4;
-constexpr double kTolerance = 4e-6;              // relative, of the k-th logit: fp32 sums against float64
-constexpr int64_t kPrefillChunkTokens = 2048;    // a usual prefill chunk
+constexpr double kTolerance = 4e-6;                 // relative, of the k-th logit: fp32 sums against float64
+constexpr int64_t kPrefillChunkTokens = 2048;       // a usual prefill chunk
 constexpr double kPrefillTokensPerSecond = 50'000;  // pace of the stored-while-shipped run: a fast prefill engine
 constexpr int64_t kShipMs = 60'000;
 
@@ -111,8 +111,8 @@ ModelFormats raw_formats(ElementFormat index_k) {
 }
 
 // One key = one entry, finished already: rows go through the store kernel of this process into layer 0.
-void store_keys(Client& prefill, const Ticket& ticket, const std::vector<uint16_t>& keys, int64_t first_entry,
-                int64_t count, Workers& workers) {
+void store_keys(Client& prefill, const Ticket& ticket, const std::vector<uint16_t>& keys, int64_t first_entry, int64_t count,
+                Workers& workers) {
   const MutableLayerView layer = need(prefill.writable_layer(PoolKind::kPaged, 0, 0), "index-K view");
   const std::vector<int32_t> pages = ticket.pages().paged_ids();
   std::vector<int64_t> slots(static_cast<size_t>(count));
@@ -147,8 +147,8 @@ uint64_t next_sequence = 1;
 
 // Stores `keys` as a new sequence on the prefill side and ships it to the decode side. `paced`: the ship starts after the
 // first chunk and runs beside the others, which come at a prefill engine's pace.
-Shipped store_and_ship(Engine& prefill, Engine& decode, const std::string& peer, const std::vector<uint16_t>& keys,
-                       bool paced, const std::string& sabotage) {
+Shipped store_and_ship(Engine& prefill, Engine& decode, const std::string& peer, const std::vector<uint16_t>& keys, bool paced,
+                       const std::string& sabotage) {
   WorkerThreads workers(1);
   const auto entries = static_cast<int64_t>(keys.size()) / kDim;
   const int64_t tokens = entries * kTokensPerEntry;
@@ -417,9 +417,9 @@ SpanList read_spans(const char* meta_name) {
 void judge(const Asked& asked, bool bf16, bool must_find, const std::string& what, const std::string& sabotage) {
   if (!asked.verdict.exact) {
     const std::string message =
-        absl::StrCat(what, ": the served set differs from float64 on the stored keys (", asked.verdict.beyond_tolerance,
-                     " members beyond ", kTolerance, " relative, worst gap ", asked.verdict.worst_gap, ", ",
-                     asked.verdict.foreign, " foreign, count off by ", asked.verdict.wrong_count, ")");
+        absl::StrCat(what, ": the served set differs from float64 on the stored keys (", asked.verdict.beyond_tolerance, " members beyond ",
+                     kTolerance, " relative, worst gap ", asked.verdict.worst_gap, ", ", asked.verdict.foreign, " foreign, count off by ",
+                     asked.verdict.wrong_count, ")");
     if (!sabotage.empty()) {
       std::printf("  caught, as it must be: %s\n", message.c_str());
       std::exit(3);
@@ -448,16 +448,17 @@ void sweep(FormatRun& run, const Arguments& arguments, const testing::VectorSet&
     for (double depth : {0.05, 0.5, 0.95}) {
       const size_t needle = cell_index++ % needles.spans.size();
       const int64_t entries = tokens / kTokensPerEntry;
-      const recall::NeedleCell cell =
-          need(recall::make_needle_cell(set.keys, needles.spans[needle], entries, depth), "cell");
+      const recall::NeedleCell cell = need(recall::make_needle_cell(set.keys, needles.spans[needle], entries, depth), "cell");
       const std::vector<uint16_t> keys = keys_of_cell(set, cell);
       Shipped shipped = store_and_ship(run.prefill, run.decode, arguments.prefill_name, keys, false, arguments.sabotage);
       double read_seconds = 0;
       const std::vector<float> stored = stored_keys(*run.decode.client, shipped.lease.pages(), entries);
-      const Asked asked = ask(run.decode, shipped.lease.pages(), set, needles.rows[needle], stored, widen(keys), cell.span,
-                              false, read_seconds);
-      std::printf("  %8lld %8lld %7.2f  %-18s %9lld %8.1f%%\n", static_cast<long long>(tokens), static_cast<long long>(entries),
-                  depth, entries <= kTopk ? "yes (all selected)" : asked.found ? "yes" : "NO",
+      const Asked asked =
+          ask(run.decode, shipped.lease.pages(), set, needles.rows[needle], stored, widen(keys), cell.span, false, read_seconds);
+      std::printf("  %8lld %8lld %7.2f  %-18s %9lld %8.1f%%\n", static_cast<long long>(tokens), static_cast<long long>(entries), depth,
+                  entries <= kTopk ? "yes (all selected)"
+                  : asked.found    ? "yes"
+                                   : "NO",
                   static_cast<long long>(asked.rank), 100 * asked.overlap);
       judge(asked, bf16, true, absl::StrCat(run.name, " ", tokens, " tokens, depth ", depth), arguments.sabotage);
       need(shipped.lease.recheck(), "recheck");
@@ -467,16 +468,16 @@ void sweep(FormatRun& run, const Arguments& arguments, const testing::VectorSet&
 }
 
 // The whole haystack: stored at a prefill engine's pace, shipped meanwhile, all questions asked.
-void whole_haystack(FormatRun& run, const Arguments& arguments, const testing::VectorSet& set, const SpanList& needles,
-                    bool must_find, bool go_on) {
+void whole_haystack(FormatRun& run, const Arguments& arguments, const testing::VectorSet& set, const SpanList& needles, bool must_find,
+                    bool go_on) {
   const bool bf16 = run.element == ElementFormat::kBf16;
-  std::printf("\n(b,c) set %s, %s index-K: %d entries = %d tokens, shipped while being stored (paced at %.0f tokens/s)\n",
-              set.name.c_str(), run.name, set.keys, set.keys * kTokensPerEntry, kPrefillTokensPerSecond);
+  std::printf("\n(b,c) set %s, %s index-K: %d entries = %d tokens, shipped while being stored (paced at %.0f tokens/s)\n", set.name.c_str(),
+              run.name, set.keys, set.keys * kTokensPerEntry, kPrefillTokensPerSecond);
   Shipped shipped = store_and_ship(run.prefill, run.decode, arguments.prefill_name, set.key_bits, true, arguments.sabotage);
-  std::printf("  first page arrived %.3f s after the first chunk's store began, last chunk stored at %.3f s, whole unit sealed "
-              "%.3f s after the source's seal (%lld bytes)\n",
-              shipped.first_page_seconds, shipped.last_store_seconds, shipped.ship_seconds,
-              static_cast<long long>(shipped.bytes));
+  std::printf(
+      "  first page arrived %.3f s after the first chunk's store began, last chunk stored at %.3f s, whole unit sealed "
+      "%.3f s after the source's seal (%lld bytes)\n",
+      shipped.first_page_seconds, shipped.last_store_seconds, shipped.ship_seconds, static_cast<long long>(shipped.bytes));
   if (shipped.first_page_seconds < 0 || shipped.first_page_seconds >= shipped.last_store_seconds) {
     fail("no page arrived before the last chunk was stored: the ship did not overlap the store");
   }
@@ -496,9 +497,7 @@ void whole_haystack(FormatRun& run, const Arguments& arguments, const testing::V
   }
   const std::vector<float> original = widen(set.key_bits);
   // With a flipped byte, float64 must see what was verified, not what lies there now.
-  const std::vector<float> stored = arguments.sabotage == "pool" && bf16
-                                        ? original
-                                        : stored_keys(*run.decode.client, pages, set.keys);
+  const std::vector<float> stored = arguments.sabotage == "pool" && bf16 ? original : stored_keys(*run.decode.client, pages, set.keys);
   int found = 0;
   int asked_count = 0;
   double overlap_sum = 0;
@@ -507,8 +506,8 @@ void whole_haystack(FormatRun& run, const Arguments& arguments, const testing::V
   double read_seconds = 0;
   const size_t step = arguments.quick ? 4 : 1;
   for (size_t i = 0; i < needles.spans.size(); i += step) {
-    const Asked asked = ask(run.decode, pages, set, needles.rows[i], stored, original, needles.spans[i],
-                            arguments.sabotage == "table", read_seconds);
+    const Asked asked =
+        ask(run.decode, pages, set, needles.rows[i], stored, original, needles.spans[i], arguments.sabotage == "table", read_seconds);
     judge(asked, bf16, must_find, absl::StrCat(run.name, " ", set.name, " question ", i), arguments.sabotage);
     found += asked.found ? 1 : 0;
     ++asked_count;
@@ -517,11 +516,12 @@ void whole_haystack(FormatRun& run, const Arguments& arguments, const testing::V
     rank_worst = std::max(rank_worst, asked.rank);
   }
   const double key_bytes = static_cast<double>(slot_data_bytes(run.element, kDim) + slot_scale_bytes(run.element, kDim));
-  std::printf("  asked %d questions: target found %d, worst rank %lld; overlap@%d with float64 on bf16 keys: mean %.2f %%, worst "
-              "query %.2f %%\n",
-              asked_count, found, static_cast<long long>(rank_worst), kTopk, 100 * overlap_sum / asked_count, 100 * overlap_worst);
-  std::printf("  read: %.1f M keys/s, %.2f GB/s of index-K on one thread (%d heads)\n",
-              asked_count * set.keys / read_seconds / 1e6, asked_count * set.keys * key_bytes / read_seconds / 1e9, set.heads);
+  std::printf(
+      "  asked %d questions: target found %d, worst rank %lld; overlap@%d with float64 on bf16 keys: mean %.2f %%, worst "
+      "query %.2f %%\n",
+      asked_count, found, static_cast<long long>(rank_worst), kTopk, 100 * overlap_sum / asked_count, 100 * overlap_worst);
+  std::printf("  read: %.1f M keys/s, %.2f GB/s of index-K on one thread (%d heads)\n", asked_count * set.keys / read_seconds / 1e6,
+              asked_count * set.keys * key_bytes / read_seconds / 1e9, set.heads);
   need(shipped.lease.recheck(), "recheck");
   if (!go_on) {
     need(shipped.lease.release(), "release");
@@ -582,10 +582,9 @@ void check_accounting(const std::string& attach_socket, const char* name) {
       if (pool.capacity() == 0) continue;
       const int64_t sum = pool.free() + pool.reserved() + pool.sealed_idle() + pool.leased() + pool.draining();
       std::printf("  %-8s %-9s %-7s free %5lld reserved %3lld sealed %4lld leased %4lld draining %3lld = %5lld of %5lld\n", name,
-                  set.name().c_str(), pool.kind().c_str(), static_cast<long long>(pool.free()),
-                  static_cast<long long>(pool.reserved()), static_cast<long long>(pool.sealed_idle()),
-                  static_cast<long long>(pool.leased()), static_cast<long long>(pool.draining()), static_cast<long long>(sum),
-                  static_cast<long long>(pool.capacity()));
+                  set.name().c_str(), pool.kind().c_str(), static_cast<long long>(pool.free()), static_cast<long long>(pool.reserved()),
+                  static_cast<long long>(pool.sealed_idle()), static_cast<long long>(pool.leased()),
+                  static_cast<long long>(pool.draining()), static_cast<long long>(sum), static_cast<long long>(pool.capacity()));
       if (sum != pool.capacity()) fail(absl::StrCat(name, ": occupancy does not add up to the capacity"));
       if (pool.reserved() + pool.leased() + pool.draining() != 0) {
         fail(absl::StrCat(name, " ", set.name(), " ", pool.kind(), ": pages are still held after every right was given back"));
@@ -646,12 +645,18 @@ int main(int argc, char** argv) {
       if (i + 1 >= argc) needle::stop(flag + " wants a value");
       return argv[++i];
     };
-    if (flag == "--prefill") arguments.prefill = value();
-    else if (flag == "--decode") arguments.decode = value();
-    else if (flag == "--prefill-name") arguments.prefill_name = value();
-    else if (flag == "--quick") arguments.quick = true;
-    else if (flag == "--sabotage") arguments.sabotage = value();
-    else needle::stop("unknown argument " + flag);
+    if (flag == "--prefill")
+      arguments.prefill = value();
+    else if (flag == "--decode")
+      arguments.decode = value();
+    else if (flag == "--prefill-name")
+      arguments.prefill_name = value();
+    else if (flag == "--quick")
+      arguments.quick = true;
+    else if (flag == "--sabotage")
+      arguments.sabotage = value();
+    else
+      needle::stop("unknown argument " + flag);
   }
   if (arguments.prefill.empty() || arguments.decode.empty()) needle::stop("--prefill and --decode name the attach sockets");
   const std::string& sabotage = arguments.sabotage;

@@ -13,7 +13,7 @@ using client::Client;
 using client::Lease;
 using client::Ticket;
 
-constexpr int64_t kPage = 256;  // tokens a page
+constexpr int64_t kPage = 256;         // tokens a page
 constexpr double kReclaimSeconds = 5;  // what is promised after a kill
 
 // Stores `tokens` tokens of words that name `sequence`, sealed.
@@ -183,7 +183,8 @@ std::string outer_address() {
   std::string found;
   for (const ifaddrs* entry = first; entry != nullptr && found.empty(); entry = entry->ifa_next) {
     constexpr unsigned kWanted = IFF_UP | IFF_RUNNING;
-    if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != AF_INET || (entry->ifa_flags & (kWanted | IFF_LOOPBACK)) != kWanted) continue;
+    if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != AF_INET || (entry->ifa_flags & (kWanted | IFF_LOOPBACK)) != kWanted)
+      continue;
     char text[INET_ADDRSTRLEN] = "";
     ::inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(entry->ifa_addr)->sin_addr, text, sizeof text);
     found = text;
@@ -549,7 +550,9 @@ TEST_F(Pair, a_clean_stop_is_announced_and_warns_nobody) {
 
 TEST_F(Single, a_keeper_without_a_fixed_budget_is_refused_and_says_what_to_set) {
   const std::string log = (folder_.path() / "refused.log").string();
-  const pid_t pid = spawn({NEEDLE_NEEDLED, "--node-runtime-dir", folder_.path().string(), "--memory-keeper", (folder_.path() / "keeper.sock").string()}, -1, -1, log);
+  const pid_t pid =
+      spawn({NEEDLE_NEEDLED, "--node-runtime-dir", folder_.path().string(), "--memory-keeper", (folder_.path() / "keeper.sock").string()},
+            -1, -1, log);
   int status = 0;
   ASSERT_EQ(::waitpid(pid, &status, 0), pid);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 1) << status;

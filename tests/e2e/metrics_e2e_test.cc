@@ -28,7 +28,8 @@ std::string get(int port, const std::string& path) {
     const std::string request = "GET " + path + " HTTP/1.0\r\nHost: localhost\r\n\r\n";
     EXPECT_EQ(::write(fd, request.data(), request.size()), static_cast<ssize_t>(request.size()));
     char buffer[65536];
-    for (ssize_t got = ::read(fd, buffer, sizeof buffer); got > 0; got = ::read(fd, buffer, sizeof buffer)) answer.append(buffer, static_cast<size_t>(got));
+    for (ssize_t got = ::read(fd, buffer, sizeof buffer); got > 0; got = ::read(fd, buffer, sizeof buffer))
+      answer.append(buffer, static_cast<size_t>(got));
   }
   ::close(fd);
   const size_t body = answer.find("\r\n\r\n");
@@ -103,11 +104,13 @@ TEST(Metrics, a_real_prometheus_scrapes_both_daemons) {
     daemon->start();
   }
   const std::string config = (folder.path() / "prometheus.yml").string();
-  std::ofstream(config) << "global:\n  scrape_interval: 200ms\nrule_files:\n  - " NEEDLE_SOURCE_DIR "/monitoring/needle.rules.yml\nscrape_configs:\n  - job_name: needle\n    static_configs:\n"
+  std::ofstream(config) << "global:\n  scrape_interval: 200ms\nrule_files:\n  - " NEEDLE_SOURCE_DIR
+                           "/monitoring/needle.rules.yml\nscrape_configs:\n  - job_name: needle\n    static_configs:\n"
                         << "      - targets: ['127.0.0.1:" << first.metrics_port() << "', '127.0.0.1:" << second.metrics_port() << "']\n";
   const int port = free_port();
-  const pid_t prometheus = spawn({"/bin/sh", "-c", "exec prometheus --config.file=" + config + " --storage.tsdb.path=" + (folder.path() / "data").string() +
-                                                       " --web.listen-address=127.0.0.1:" + std::to_string(port)},
+  const pid_t prometheus = spawn({"/bin/sh", "-c",
+                                  "exec prometheus --config.file=" + config + " --storage.tsdb.path=" + (folder.path() / "data").string() +
+                                      " --web.listen-address=127.0.0.1:" + std::to_string(port)},
                                  -1, -1, (folder.path() / "prometheus.log").string());
   // Ten scrapes of each, as Prometheus itself counted them, and none of them failed.
   const bool scraped = eventually(60, [&] {
@@ -118,7 +121,8 @@ TEST(Metrics, a_real_prometheus_scrapes_both_daemons) {
   EXPECT_TRUE(scraped);
   const std::string up = get(port, "/api/v1/query?query=sum(min_over_time(up%5B5m%5D))");
   EXPECT_NE(up.find(",\"2\"]"), std::string::npos) << up;
-  const std::string identity = get(port, "/api/v1/query?query=count(sum%20by(instance,pool,kind)(needle_pool_pages)!=needle_pool_capacity_pages)");
+  const std::string identity =
+      get(port, "/api/v1/query?query=count(sum%20by(instance,pool,kind)(needle_pool_pages)!=needle_pool_capacity_pages)");
   EXPECT_NE(identity.find("\"result\":[]"), std::string::npos) << identity;
   ::kill(prometheus, SIGKILL);
   ::waitpid(prometheus, nullptr, 0);

@@ -38,9 +38,7 @@ extern char** environ;
 
 namespace needle::testing {
 
-inline double steady_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+inline double steady_seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // Asks until `condition` holds or the deadline passed; true when it held.
 inline bool eventually(double seconds, const std::function<bool()>& condition) {
@@ -113,7 +111,8 @@ class DaemonProcess {
   static std::string default_config(int64_t budget_mib = 128) {
     // 8 MiB more than the chunks: scratch, and so that an eighth of the rest is two whole chunks.
     return "[memory]\nbytes = \"" + std::to_string(budget_mib + 8) +
-           "M\"\nscratch_bytes = \"1M\"\nchunk_bytes = \"8M\"\n[pool.default]\nmodel = \"raw\"\nratio_paged = 6\nratio_window = 1\nratio_state = 1\n";
+           "M\"\nscratch_bytes = \"1M\"\nchunk_bytes = \"8M\"\n[pool.default]\nmodel = \"raw\"\nratio_paged = 6\nratio_window = "
+           "1\nratio_state = 1\n";
   }
 
   void add_argument(const std::string& argument) { extra_.push_back(argument); }
@@ -121,9 +120,17 @@ class DaemonProcess {
   void know_peer(const DaemonProcess& peer) { add_argument("--peer=" + peer.name_ + "=" + peer.grpc_address()); }
 
   void start() {
-    std::vector<std::string> arguments = {NEEDLE_NEEDLED, "--config", (folder_ / "needled.toml").string(), "--node-name", name_,
-                                          "--node-runtime-dir", folder_.string(), "--listen-grpc", grpc_address(),
-                                          "--listen-metrics", host_ + ":" + std::to_string(metrics_port_)};
+    std::vector<std::string> arguments = {NEEDLE_NEEDLED,
+                                          "--config",
+                                          (folder_ / "needled.toml").string(),
+                                          "--node-name",
+                                          name_,
+                                          "--node-runtime-dir",
+                                          folder_.string(),
+                                          "--listen-grpc",
+                                          grpc_address(),
+                                          "--listen-metrics",
+                                          host_ + ":" + std::to_string(metrics_port_)};
     arguments.insert(arguments.end(), extra_.begin(), extra_.end());
     arguments.insert(arguments.begin(), launcher_.begin(), launcher_.end());
     pid_ = spawn(arguments, -1, -1, (folder_ / "needled.log").string());
@@ -271,7 +278,8 @@ inline std::set<int> listening_ports(pid_t pid, const std::string& host) {
     unsigned long inode = 0;
     if (std::sscanf(line.c_str(), " %*d: %8X:%4X %*8X:%*4X %2X %*s %*s %*s %*s %*s %lu", &address, &port, &state, &inode) != 4) continue;
     constexpr unsigned kListen = 0x0A;
-    if (state == kListen && address == wanted.s_addr && sockets.count("socket:[" + std::to_string(inode) + "]") > 0) ports.insert(static_cast<int>(port));
+    if (state == kListen && address == wanted.s_addr && sockets.count("socket:[" + std::to_string(inode) + "]") > 0)
+      ports.insert(static_cast<int>(port));
   }
   return ports;
 }

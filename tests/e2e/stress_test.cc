@@ -92,7 +92,8 @@ void operate(Client& client, const DaemonProcess& daemon, Ledger& ledger, int nu
         continue;
       }
       EXPECT_EQ(lease->pages().tokens, tokens);
-      EXPECT_TRUE(lease_is(client, lease->pages(), other)) << "sequence " << other << " read by client " << number << ", operation " << operation;
+      EXPECT_TRUE(lease_is(client, lease->pages(), other))
+          << "sequence " << other << " read by client " << number << ", operation " << operation;
       EXPECT_TRUE(lease->recheck().ok());
       tally.pages_verified += static_cast<int64_t>(lease->pages().paged.size());
       const absl::Status released = lease->release();
@@ -133,7 +134,8 @@ void run(DaemonProcess& daemon, int64_t operations) {
   std::vector<std::thread> threads;
   for (int i = 0; i < kClients; ++i) {
     ASSERT_NE(clients[static_cast<size_t>(i)], nullptr);
-    threads.emplace_back([&, i] { operate(*clients[static_cast<size_t>(i)], daemon, ledger, i, operations / kClients, tallies[static_cast<size_t>(i)]); });
+    threads.emplace_back(
+        [&, i] { operate(*clients[static_cast<size_t>(i)], daemon, ledger, i, operations / kClients, tallies[static_cast<size_t>(i)]); });
   }
   for (std::thread& thread : threads) thread.join();
   Tally all;
@@ -142,8 +144,8 @@ void run(DaemonProcess& daemon, int64_t operations) {
     all.pages_verified += tally.pages_verified;
     all.refused += tally.refused;
   }
-  std::printf("%lld sequences stored, %lld pages verified, %lld calls refused\n", static_cast<long long>(all.stored), static_cast<long long>(all.pages_verified),
-              static_cast<long long>(all.refused));
+  std::printf("%lld sequences stored, %lld pages verified, %lld calls refused\n", static_cast<long long>(all.stored),
+              static_cast<long long>(all.pages_verified), static_cast<long long>(all.refused));
   EXPECT_GT(all.stored, operations / 20);
   EXPECT_GT(all.pages_verified, operations / 10);
   EXPECT_TRUE(eventually(5, [&] { return daemon.at_rest(); }));
@@ -154,7 +156,8 @@ TEST(Stress, small_pages_are_never_mixed_up) {
   Folder folder;
   std::ofstream(folder.path() / "small.txt") << format_set_text(small_formats());
   DaemonProcess daemon(folder, "one",
-                       "[memory]\nbytes = \"32M\"\nscratch_bytes = \"1M\"\nchunk_bytes = \"2M\"\n[transport]\nkind = \"none\"\n[pool.default]\nformat_file = \"" +
+                       "[memory]\nbytes = \"32M\"\nscratch_bytes = \"1M\"\nchunk_bytes = \"2M\"\n[transport]\nkind = "
+                       "\"none\"\n[pool.default]\nformat_file = \"" +
                            (folder.path() / "small.txt").string() + "\"\nratio_paged = 5\nratio_window = 6\nratio_state = 4\n");
   daemon.start();
   run(daemon, count_of("e2e_small_operations"));
@@ -163,7 +166,8 @@ TEST(Stress, small_pages_are_never_mixed_up) {
 TEST(Stress, full_size_pages_are_never_mixed_up) {
   Folder folder;
   DaemonProcess daemon(folder, "one",
-                       "[memory]\nbytes = \"321M\"\nscratch_bytes = \"1M\"\nchunk_bytes = \"8M\"\n[transport]\nkind = \"none\"\n[pool.default]\nmodel = \"raw\"\nratio_paged = "
+                       "[memory]\nbytes = \"321M\"\nscratch_bytes = \"1M\"\nchunk_bytes = \"8M\"\n[transport]\nkind = "
+                       "\"none\"\n[pool.default]\nmodel = \"raw\"\nratio_paged = "
                        "2\nratio_window = 4\nratio_state = 2\n");
   daemon.start();
   run(daemon, count_of("e2e_full_operations"));

@@ -53,8 +53,7 @@ struct Output {
   std::vector<uint32_t> score_bits;
   OpReport report{};
 
-  Output(size_t rows, size_t stride)
-      : positions(rows * stride), slots(rows * stride), counts(rows), score_bits(rows * stride) {}
+  Output(size_t rows, size_t stride) : positions(rows * stride), slots(rows * stride), counts(rows), score_bits(rows * stride) {}
   float* scores() { return reinterpret_cast<float*>(score_bits.data()); }
 };
 
@@ -85,8 +84,7 @@ void fuzz_select(FuzzedDataProvider& input) {
   const bool with_table = input.ConsumeBool();
   const bool with_slots = input.ConsumeBool();
   const size_t rows = static_cast<size_t>(args.rows);
-  const std::vector<int32_t> lengths =
-      integers_from(input, rows, -3, args.length_max + 5 > -3 ? args.length_max + 5 : -3);
+  const std::vector<int32_t> lengths = integers_from(input, rows, -3, args.length_max + 5 > -3 ? args.length_max + 5 : -3);
   const std::vector<int32_t> pages =
       integers_from(input, static_cast<size_t>(std::max<int64_t>(0, args.pages.rows * args.pages.row_stride)), -2, 52);
   const std::vector<int32_t> entry_base = integers_from(input, static_cast<size_t>(args.pages.rows), 0, 1 << 30);
@@ -201,8 +199,8 @@ void fuzz_tables(FuzzedDataProvider& input) {
   must_agree(got, want, true);
 
   // Any positions and slots, read from a pool of just these pages.
-  static constexpr ElementFormat kElements[] = {ElementFormat::kBf16, ElementFormat::kFp8, ElementFormat::kFp4,
-                                                ElementFormat::kFp8DsMla, ElementFormat::kFp8V32};
+  static constexpr ElementFormat kElements[] = {ElementFormat::kBf16, ElementFormat::kFp8, ElementFormat::kFp4, ElementFormat::kFp8DsMla,
+                                                ElementFormat::kFp8V32};
   ReadEntriesArgs read;
   read.layer.element = input.PickValueInArray(kElements);
   read.layer.head_dim = static_cast<int32_t>(read_entry_values(read.layer.element, 128));
@@ -248,15 +246,9 @@ void fuzz_tables(FuzzedDataProvider& input) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   FuzzedDataProvider input(data, size);
   switch (input.ConsumeIntegralInRange<int>(0, 2)) {
-    case 0:
-      needle::fuzz_select(input);
-      break;
-    case 1:
-      needle::fuzz_merge(input);
-      break;
-    default:
-      needle::fuzz_tables(input);
-      break;
+    case 0: needle::fuzz_select(input); break;
+    case 1: needle::fuzz_merge(input); break;
+    default: needle::fuzz_tables(input); break;
   }
   return 0;
 }

@@ -152,8 +152,7 @@ TEST(Record, rows_that_nothing_can_need_are_zero) {
         if (!kept) continue;
         const std::vector<float>& source = half < 2 ? world.kv : world.gate;
         for (int c = 0; c < 128; ++c) {
-          EXPECT_EQ(row[half * 128 + c], source[static_cast<size_t>(position * 256 + half % 2 * 128 + c)])
-              << "raw, without bias";
+          EXPECT_EQ(row[half * 128 + c], source[static_cast<size_t>(position * 256 + half % 2 * 128 + c)]) << "raw, without bias";
         }
       }
     }

@@ -23,12 +23,8 @@ namespace {
 
 constexpr int kKindCount = 5;
 
-constexpr uint32_t bit(ElementFormat element) {
-  return 1u << static_cast<int>(element);
-}
-constexpr uint32_t bit(ComponentKind kind) {
-  return 1u << static_cast<int>(kind);
-}
+constexpr uint32_t bit(ElementFormat element) { return 1u << static_cast<int>(element); }
+constexpr uint32_t bit(ComponentKind kind) { return 1u << static_cast<int>(kind); }
 
 constexpr uint32_t kAllElements = (1u << kElementFormatCount) - 1;
 constexpr uint32_t kIndexKeys = bit(ComponentKind::kIndexK);
@@ -61,29 +57,24 @@ const Row kRows[] = {
     {"compressor_state", kIndexKeys | kKv, kAllElements, nullptr, nullptr, "pages hold entries, not state records"},
     {"prepare_index_q", kIndexKeys, kIndexFormats, "prepare_index_q_battery.h", "queries_lie_within_half_a_step", nullptr},
     {"prepare_index_q", kKv | kStates, kAllElements, nullptr, nullptr, "queries are prepared for index keys alone"},
-    {"index_logits", kIndexKeys, kIndexFormats, "index_logits_battery.h",
-     "agrees_for_every_pair_of_key_and_query_formats", nullptr},
+    {"index_logits", kIndexKeys, kIndexFormats, "index_logits_battery.h", "agrees_for_every_pair_of_key_and_query_formats", nullptr},
     {"index_logits", kKv, kAllElements, nullptr, nullptr, kOnlyIndexKeys},
     {"index_logits", kStates, kAllElements, nullptr, nullptr, kOnlyIndexKeys},
     {"select_topk", kIndexKeys, kIndexFormats, "select_topk_battery.h", "every_adversarial_row_when_long", nullptr},
     {"select_topk", kKv | kStates, kAllElements, nullptr, nullptr, "scores come from index keys alone"},
-    {"merge_topk", kIndexKeys, kIndexFormats, "select_topk_battery.h", "a_merge_equals_the_selection_of_the_whole",
-     nullptr},
+    {"merge_topk", kIndexKeys, kIndexFormats, "select_topk_battery.h", "a_merge_equals_the_selection_of_the_whole", nullptr},
     {"merge_topk", kKv | kStates, kAllElements, nullptr, nullptr, "scores come from index keys alone"},
     {"list_slots", kIndexKeys, kIndexFormats, "select_topk_battery.h", "lists_every_present_entry_in_order", nullptr},
     {"list_slots", kKv, kKvFormats, "select_topk_battery.h", "lists_every_present_entry_in_order", nullptr},
     {"list_slots", kStates, kAllElements, nullptr, nullptr, kStateRows},
     {"read_topk", kIndexKeys, kIndexFormats, "read_topk_test.cc", "reads_every_key_format", nullptr},
     {"read_topk", kKv | kStates, kAllElements, nullptr, nullptr, kOnlyIndexKeys},
-    {"read_entries", kIndexKeys, kIndexFormats, "read_entries_battery.h", "slots_of_every_format_widen_exactly",
-     nullptr},
+    {"read_entries", kIndexKeys, kIndexFormats, "read_entries_battery.h", "slots_of_every_format_widen_exactly", nullptr},
     {"read_entries", kKv, kKvFormats, "read_entries_battery.h", "slots_of_every_format_widen_exactly", nullptr},
     {"read_entries", kStates, kAllElements, nullptr, nullptr, kStateRows},
-    {"checksum_pages", kIndexKeys, kIndexFormats, "checksum_pages_battery.h", "every_page_size_has_the_defined_sum",
-     nullptr},
+    {"checksum_pages", kIndexKeys, kIndexFormats, "checksum_pages_battery.h", "every_page_size_has_the_defined_sum", nullptr},
     {"checksum_pages", kKv, kKvFormats, "checksum_pages_battery.h", "every_page_size_has_the_defined_sum", nullptr},
-    {"checksum_pages", kStates, kRowsFormat, "checksum_pages_battery.h", "every_page_size_has_the_defined_sum",
-     nullptr},
+    {"checksum_pages", kStates, kRowsFormat, "checksum_pages_battery.h", "every_page_size_has_the_defined_sum", nullptr},
 };
 
 // (component, element format) that no page format can have, whatever the operation. check_format must agree.
@@ -93,11 +84,9 @@ struct NoFormat {
   const char* reason;
 };
 const NoFormat kNoFormats[] = {
-    {kIndexKeys, bit(ElementFormat::kFp8DsMla) | bit(ElementFormat::kFp8V32),
-     "main KV's layouts of 512 and 576 dimensions"},
+    {kIndexKeys, bit(ElementFormat::kFp8DsMla) | bit(ElementFormat::kFp8V32), "main KV's layouts of 512 and 576 dimensions"},
     {kIndexKeys | kKv, kRowsFormat, "fp32 rows are compressor state's"},
-    {kKv, bit(ElementFormat::kFp8) | bit(ElementFormat::kFp4),
-     "index-K's layouts; KV's fp8 keeps RoPE dimensions in bf16"},
+    {kKv, bit(ElementFormat::kFp8) | bit(ElementFormat::kFp4), "index-K's layouts; KV's fp8 keeps RoPE dimensions in bf16"},
     {kStates, kAllElements & ~kRowsFormat, "compressor state is fp32 rows"},
 };
 
@@ -123,9 +112,7 @@ const Operation kOperations[] = {
 // ---------------------------------------------------------------------------------------------------------------
 // What the tree says.
 
-std::filesystem::path source_root() {
-  return NEEDLE_SOURCE_DIR;
-}
+std::filesystem::path source_root() { return NEEDLE_SOURCE_DIR; }
 
 std::string text_of(const std::filesystem::path& path) {
   std::ifstream file(path);
@@ -147,9 +134,7 @@ bool some_test_mentions(const std::string& words, const std::string& suffix) {
   return false;
 }
 
-bool has_source(const std::string& file) {
-  return std::filesystem::exists(source_root() / "kernels" / file);
-}
+bool has_source(const std::string& file) { return std::filesystem::exists(source_root() / "kernels" / file); }
 
 Component component_of(ComponentKind kind, ElementFormat element, ScaleKind scale) {
   Component component;
@@ -218,8 +203,7 @@ TEST(Coverage, every_cell_is_exercised_by_name_or_unsupported_with_a_reason) {
     for_each_cell([&](ComponentKind kind, ElementFormat element) {
       if (no_format_reason(kind, element) != nullptr) return;
       const Row* row = row_for(operation.name, kind, element);
-      ASSERT_NE(row, nullptr) << "no row for " << operation.name << " of " << name_of(kind) << " in "
-                              << name_of(element);
+      ASSERT_NE(row, nullptr) << "no row for " << operation.name << " of " << name_of(kind) << " in " << name_of(element);
       EXPECT_NE(row->proof_case == nullptr, row->unsupported == nullptr) << "one of the two, " << operation.name;
     });
   }

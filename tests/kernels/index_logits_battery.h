@@ -61,8 +61,7 @@ class Mapping {
  public:
   explicit Mapping(int64_t bytes) : bytes_(bytes) {
     if (bytes == 0) return;
-    void* address = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* address = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     error_ = address == MAP_FAILED ? errno : 0;
     address_ = address == MAP_FAILED ? nullptr : static_cast<std::byte*>(address);
   }
@@ -222,9 +221,17 @@ class LogitsProblem {
   }
 
   LogitsProblem(const LogitsProblem& other)
-      : shape(other.shape), stride(other.stride), pool(other.pool.bytes()), table(other.table), q(other.q),
-        q_scale(other.q_scale), weights(other.weights), visible(other.visible), query_row(other.query_row),
-        entry_begin(other.entry_begin), entry_count(other.entry_count) {
+      : shape(other.shape),
+        stride(other.stride),
+        pool(other.pool.bytes()),
+        table(other.table),
+        q(other.q),
+        q_scale(other.q_scale),
+        weights(other.weights),
+        visible(other.visible),
+        query_row(other.query_row),
+        entry_begin(other.entry_begin),
+        entry_count(other.entry_count) {
     if (pool.bytes() > 0) std::memcpy(pool.address(), other.pool.address(), static_cast<size_t>(pool.bytes()));
   }
 
@@ -564,8 +571,8 @@ inline void gives_infinite_keys_infinite_scores(const LogitsTwin& twin) {
 inline void turns_infinity_minus_infinity_into_nan(const LogitsTwin& twin) {
   const float infinity = std::numeric_limits<float>::infinity();
   LogitsProblem problem(LogitsShape{}, 14);
-  problem.set_key(problem.table[0], 5, 10, infinity);   // both signs of weight see it: inf - inf over heads
-  problem.set_key(problem.table[0], 6, 10, infinity);   // and inside one dot
+  problem.set_key(problem.table[0], 5, 10, infinity);  // both signs of weight see it: inf - inf over heads
+  problem.set_key(problem.table[0], 6, 10, infinity);  // and inside one dot
   problem.set_key(problem.table[0], 6, 90, -infinity);
   problem.set_query(0, 3, 10, 1.0f);
   problem.set_query(0, 3, 90, 1.0f);
@@ -595,11 +602,11 @@ inline void treats_denormals_as_its_variant_says(const LogitsTwin& twin) {
   problem.set_query(0, 0, 0, 0x1.0p100f);
   problem.set_query(0, 1, 1, 0x1.0p-70f);
   problem.weights = {1.0f, 0x1.0p100f};
-  problem.set_key_bits(page, 0, 0, 0x0001);      // the smallest denormal bf16, 2^-133
-  problem.set_key_bits(page, 1, 0, 0x007F);      // the largest
-  problem.set_key_bits(page, 2, 0, 0x0080);      // the smallest normal
-  problem.set_key(page, 3, 1, 0x1.0p-70f);       // a denormal product, 2^-140
-  problem.set_key(page, 4, 1, 0x1.0p-56f);       // a normal product, 2^-126
+  problem.set_key_bits(page, 0, 0, 0x0001);  // the smallest denormal bf16, 2^-133
+  problem.set_key_bits(page, 1, 0, 0x007F);  // the largest
+  problem.set_key_bits(page, 2, 0, 0x0080);  // the smallest normal
+  problem.set_key(page, 3, 1, 0x1.0p-70f);   // a denormal product, 2^-140
+  problem.set_key(page, 4, 1, 0x1.0p-56f);   // a normal product, 2^-126
   const LogitsOutcome outcome = run_twin(twin, problem);
   ASSERT_TRUE(outcome.status.ok()) << outcome.status;
   const bool flush = flushes_denormals(twin.variant);
@@ -876,7 +883,8 @@ inline void gives_an_entry_the_same_bits_at_any_length(const LogitsTwin& twin) {
   ASSERT_TRUE(outcome.status.ok()) << outcome.status;
   for (int t = 1; t < 8; ++t) {
     for (int s = 0; s < problem.visible[static_cast<size_t>(t)]; ++s) {
-      EXPECT_EQ(bits_of(outcome.scores[static_cast<size_t>(t * problem.score_stride() + s)]), bits_of(outcome.scores[static_cast<size_t>(s)]))
+      EXPECT_EQ(bits_of(outcome.scores[static_cast<size_t>(t * problem.score_stride() + s)]),
+                bits_of(outcome.scores[static_cast<size_t>(s)]))
           << "query " << t << ", entry " << s;
     }
   }
@@ -905,7 +913,8 @@ inline void gives_the_same_bits_in_chunks(const LogitsTwin& twin) {
       for (int t = 0; t < 4; ++t) {
         for (int64_t s = 0; s < chunk.score_stride(); ++s) {
           const uint32_t got = bits_of(part.scores[static_cast<size_t>(t * chunk.score_stride() + s)]);
-          const uint32_t due = s < chunk.entry_count ? bits_of(whole.scores[static_cast<size_t>(t * problem.score_stride() + begin + s)]) : kUntouched;
+          const uint32_t due =
+              s < chunk.entry_count ? bits_of(whole.scores[static_cast<size_t>(t * problem.score_stride() + begin + s)]) : kUntouched;
           EXPECT_EQ(got, due) << "chunk at " << begin << ", query " << t << ", column " << s;
         }
       }
@@ -933,12 +942,16 @@ inline void reaches_pages_beyond_64_gib(const LogitsTwin& twin) {
     const int64_t pages = 68 * kGiB / stride;
     const Mapping far(pages * stride);
     ASSERT_EQ(far.error(), 0) << "68 GiB of address space could not be reserved: " << std::strerror(far.error());
-    const std::vector<int32_t> ids = {0, static_cast<int32_t>(2 * kGiB / stride), static_cast<int32_t>(4 * kGiB / stride),
-                                      static_cast<int32_t>(4 * kGiB / stride + 1), static_cast<int32_t>(64 * kGiB / stride + 1),
+    const std::vector<int32_t> ids = {0,
+                                      static_cast<int32_t>(2 * kGiB / stride),
+                                      static_cast<int32_t>(4 * kGiB / stride),
+                                      static_cast<int32_t>(4 * kGiB / stride + 1),
+                                      static_cast<int32_t>(64 * kGiB / stride + 1),
                                       static_cast<int32_t>(pages - 1)};
     const int64_t part_bytes = layer_page_bytes(element, kIndexHeadDim, shape.slots);
     for (size_t i = 0; i < ids.size(); ++i) {
-      std::memcpy(far.address() + ids[i] * stride, near.pool.address() + static_cast<int64_t>(i) * near.stride, static_cast<size_t>(part_bytes));
+      std::memcpy(far.address() + ids[i] * stride, near.pool.address() + static_cast<int64_t>(i) * near.stride,
+                  static_cast<size_t>(part_bytes));
     }
     LogitsOutcome got;
     got.scores.assign(due.scores.size(), float_of_bits(kUntouched));
@@ -975,10 +988,12 @@ inline void agrees_with_the_reference_on_random_shapes(const LogitsTwin& twin) {
       if (rng.chance(0.1)) id = static_cast<int32_t>(rng.between(-2, shape.pool_pages + 1));
     }
     if (rng.chance(0.4)) {
-      for (int t = 0; t < problem.queries(); ++t) problem.query_row.push_back(static_cast<int32_t>(rng.below(static_cast<uint64_t>(shape.rows))));
+      for (int t = 0; t < problem.queries(); ++t)
+        problem.query_row.push_back(static_cast<int32_t>(rng.below(static_cast<uint64_t>(shape.rows))));
     }
     if (rng.chance(0.2)) {
-      problem.poison_slot(static_cast<int>(rng.below(static_cast<uint64_t>(shape.pool_pages))), static_cast<int>(rng.below(static_cast<uint64_t>(shape.slots))));
+      problem.poison_slot(static_cast<int>(rng.below(static_cast<uint64_t>(shape.pool_pages))),
+                          static_cast<int>(rng.below(static_cast<uint64_t>(shape.slots))));
     }
     if (rng.chance(0.3)) {
       problem.entry_begin = rng.between(0, shape.pages_per_row) * shape.slots;
@@ -990,7 +1005,8 @@ inline void agrees_with_the_reference_on_random_shapes(const LogitsTwin& twin) {
 }
 
 inline std::vector<LogitsCase> logits_battery() {
-#define NEEDLE_LOGITS_CASE(name) LogitsCase{#name, name}
+#define NEEDLE_LOGITS_CASE(name) \
+  LogitsCase { #name, name }
   return {
       NEEDLE_LOGITS_CASE(gives_the_worked_example),
       NEEDLE_LOGITS_CASE(agrees_for_every_pair_of_key_and_query_formats),

@@ -173,7 +173,6 @@ KeysAndQueries problem_of(const SafetensorsFile& file) {
   return problem;
 }
 
-
 class GoldenLogits : public ::testing::TestWithParam<CpuTwinName> {};
 
 TEST_P(GoldenLogits, reproduces_float64_sums_over_bf16_keys) {
@@ -316,15 +315,15 @@ TEST_P(RealVectors, give_the_golden_top_512) {
     const double last = problem.exact_score(t, *(begin + kVectorTopk - 1));
     ASSERT_EQ(chosen[static_cast<size_t>(t)].size(), golden.size());
     std::vector<int32_t> differing;
-    std::set_symmetric_difference(golden.begin(), golden.end(), chosen[static_cast<size_t>(t)].begin(), chosen[static_cast<size_t>(t)].end(),
-                                  std::back_inserter(differing));
+    std::set_symmetric_difference(golden.begin(), golden.end(), chosen[static_cast<size_t>(t)].begin(),
+                                  chosen[static_cast<size_t>(t)].end(), std::back_inserter(differing));
     for (int32_t entry : differing) {
       EXPECT_LT(std::fabs(problem.exact_score(t, entry) - last), kTieWidth * std::fabs(last)) << "query " << t << ", entry " << entry;
     }
     swaps += static_cast<int>(differing.size()) / 2;
   }
-  std::printf("%s, %s in %s: %d of %d members swapped within %.0e\n", name_of_twin(twin), name, format, swaps,
-              set->queries * kVectorTopk, kTieWidth);
+  std::printf("%s, %s in %s: %d of %d members swapped within %.0e\n", name_of_twin(twin), name, format, swaps, set->queries * kVectorTopk,
+              kTieWidth);
   // What the format costs against unrounded keys, where the set says.
   const auto unrounded = set->top512.find("f32");
   if (unrounded == set->top512.end()) return;
@@ -332,7 +331,8 @@ TEST_P(RealVectors, give_the_golden_top_512) {
   double sum = 0;
   for (int t = 0; t < set->queries; ++t) {
     int kept = 0;
-    for (int i = 0; i < kVectorTopk; ++i) kept += static_cast<int>(chosen[static_cast<size_t>(t)].count(unrounded->second[static_cast<size_t>(t * kVectorTopk + i)]));
+    for (int i = 0; i < kVectorTopk; ++i)
+      kept += static_cast<int>(chosen[static_cast<size_t>(t)].count(unrounded->second[static_cast<size_t>(t * kVectorTopk + i)]));
     worst = std::min(worst, kept / double{kVectorTopk});
     sum += kept / double{kVectorTopk};
   }

@@ -77,8 +77,8 @@ TEST_F(WorkedExample, flushing_takes_denormal_inputs_and_results_as_zero) {
   std::memset(pool_, 0, sizeof pool_);
   std::memset(q_, 0, sizeof q_);
   q_[0][0] = bf16(0x1.0p100f);
-  pool_[0][0] = 0x0001;            // 2^-133, a denormal input
-  pool_[1][0] = bf16(0x1.0p-126f); // the smallest normal one
+  pool_[0][0] = 0x0001;             // 2^-133, a denormal input
+  pool_[1][0] = bf16(0x1.0p-126f);  // the smallest normal one
   q_[0][1] = bf16(0x1.0p-70f);
   pool_[2][1] = bf16(0x1.0p-70f);  // a denormal product
   ASSERT_TRUE(index_logits_ref(args_).ok());

@@ -22,8 +22,7 @@ TEST_P(IndexLogits, keeps_its_promise) {
   battery_case.run(logits_twin(twin));
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, IndexLogits,
-                         ::testing::Combine(::testing::ValuesIn(cpu_twin_names()), ::testing::ValuesIn(logits_battery())),
+INSTANTIATE_TEST_SUITE_P(Cpu, IndexLogits, ::testing::Combine(::testing::ValuesIn(cpu_twin_names()), ::testing::ValuesIn(logits_battery())),
                          [](const auto& instance) {
                            return std::string(name_of_twin(std::get<0>(instance.param))) + "_" + std::get<1>(instance.param).name;
                          });

@@ -79,9 +79,7 @@ TEST(PageFormat, the_worked_page_of_the_document_holds) {
   EXPECT_EQ(layout.slots_per_page(2), 2);
   for (int component = 0; component < 3; ++component) EXPECT_EQ(layout.page_stride(component), 1'165'824);
   // entry 5 of layer 3 in page 7: index-K, then its KV's first scale byte
-  EXPECT_EQ(7 * layout.page_stride(0) + layout.layer_offset(0, 3) +
-                slot_place(ElementFormat::kBf16, 128, 64, 5).data,
-            8'211'200);
+  EXPECT_EQ(7 * layout.page_stride(0) + layout.layer_offset(0, 3) + slot_place(ElementFormat::kBf16, 128, 64, 5).data, 8'211'200);
   EXPECT_EQ(slot_place(ElementFormat::kFp8DsMla, 512, 64, 5).scale, 36'904);
 }
 
@@ -125,9 +123,8 @@ TEST(PageFormat, no_two_slots_share_a_byte_and_none_leaves_its_page) {
     int head_dim;
     int slots;
   };
-  const Shape shapes[] = {{ElementFormat::kBf16, 128, 64},     {ElementFormat::kFp8, 128, 64},
-                          {ElementFormat::kFp4, 128, 64},      {ElementFormat::kFp8DsMla, 512, 64},
-                          {ElementFormat::kFp8DsMla, 512, 2},  {ElementFormat::kFp8DsMla, 512, 256},
+  const Shape shapes[] = {{ElementFormat::kBf16, 128, 64},     {ElementFormat::kFp8, 128, 64},     {ElementFormat::kFp4, 128, 64},
+                          {ElementFormat::kFp8DsMla, 512, 64}, {ElementFormat::kFp8DsMla, 512, 2}, {ElementFormat::kFp8DsMla, 512, 256},
                           {ElementFormat::kFp8V32, 576, 64},   {ElementFormat::kBf16, 512, 64}};
   for (const Shape& shape : shapes) {
     const int64_t bytes = layer_page_bytes(shape.element, shape.head_dim, shape.slots);
@@ -278,8 +275,7 @@ TEST(PageFormat, offsets_past_4_and_64_gib_reach_their_own_bytes) {
   int64_t mark = 1;
   for (int64_t page : page_ids) {
     for (int layer : {0, 20}) {
-      const int64_t at = page * layout.page_stride(0) + layout.layer_offset(0, layer) +
-                         slot_place(ElementFormat::kBf16, 128, 64, 63).data;
+      const int64_t at = page * layout.page_stride(0) + layout.layer_offset(0, layer) + slot_place(ElementFormat::kBf16, 128, 64, 63).data;
       std::memcpy(base + at, &mark, sizeof mark);
       ++mark;
     }

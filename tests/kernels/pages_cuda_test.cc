@@ -27,8 +27,8 @@ absl::Status read_on_device(const ReadEntriesArgs& host) {
   DeviceCopies copies;
   ReadEntriesArgs args = host;
   const LayerView& layer = host.layer;
-  args.layer.base = copies.in(layer.base, reach(layer.page_count, layer.page_stride,
-                                                layer_page_bytes(layer.element, layer.head_dim, layer.slots_per_page)));
+  args.layer.base = copies.in(
+      layer.base, reach(layer.page_count, layer.page_stride, layer_page_bytes(layer.element, layer.head_dim, layer.slots_per_page)));
   args.slots = copies.in(host.slots, host.rows * host.id_stride);
   args.positions = copies.in(host.positions, host.rows * host.id_stride);
   args.pages.pages = copies.in(host.pages.pages, host.pages.rows * host.pages.row_stride);

@@ -42,9 +42,9 @@ struct PrepareShape {
 };
 
 inline std::string describe(const PrepareShape& shape) {
-  return "element " + std::to_string(static_cast<int>(shape.element)) + " scale " + name_of(shape.scale) + " rope " +
-         name_of(shape.rope) + " hadamard " + std::to_string(shape.hadamard) + " rounding " +
-         std::to_string(static_cast<int>(shape.rounding)) + " heads " + std::to_string(shape.heads);
+  return "element " + std::to_string(static_cast<int>(shape.element)) + " scale " + name_of(shape.scale) + " rope " + name_of(shape.rope) +
+         " hadamard " + std::to_string(shape.hadamard) + " rounding " + std::to_string(static_cast<int>(shape.rounding)) + " heads " +
+         std::to_string(shape.heads);
 }
 
 class PrepareWorld {
@@ -105,9 +105,7 @@ class PrepareWorld {
     return result;
   }
 
-  size_t head_bytes() const {
-    return shape.element == QueryElement::kBf16 ? 256 : shape.element == QueryElement::kFp8 ? 128 : 64;
-  }
+  size_t head_bytes() const { return shape.element == QueryElement::kBf16 ? 256 : shape.element == QueryElement::kFp8 ? 128 : 64; }
 
   // Row token x heads + head as numbers. fp8's scale is in the weight alone, so it is divided out of it.
   StoredRow head(size_t row, const std::vector<float>& before) {
@@ -119,8 +117,10 @@ class PrepareWorld {
     const std::byte* scale = reinterpret_cast<const std::byte*>(out_scale.data() + 4 * row);
     float folded = 0;
     if (shape.element == QueryElement::kFp8) {
-      const size_t at = row / static_cast<size_t>(shape.heads) * static_cast<size_t>(weight_stride) + row % static_cast<size_t>(shape.heads);
-      folded = static_cast<float>(static_cast<double>(out_weights[row]) * std::sqrt(128.0 * shape.heads) / static_cast<double>(weights[at]));
+      const size_t at =
+          row / static_cast<size_t>(shape.heads) * static_cast<size_t>(weight_stride) + row % static_cast<size_t>(shape.heads);
+      folded =
+          static_cast<float>(static_cast<double>(out_weights[row]) * std::sqrt(128.0 * shape.heads) / static_cast<double>(weights[at]));
       scale = reinterpret_cast<const std::byte*>(&folded);
     }
     return read_stored(component, shape.rounding, out_q.data() + row * head_bytes(), scale, before);
@@ -241,7 +241,9 @@ inline void weights_carry_both_factors_and_fp8s_scale_alone(const PrepareTwin& t
       shape.heads = heads;
       shape.tokens = 3;
       shape.element = element;
-      shape.scale = element == QueryElement::kBf16 ? ScaleKind::kNone : element == QueryElement::kFp8 ? ScaleKind::kAmax : ScaleKind::kPowerOfTwo;
+      shape.scale = element == QueryElement::kBf16  ? ScaleKind::kNone
+                    : element == QueryElement::kFp8 ? ScaleKind::kAmax
+                                                    : ScaleKind::kPowerOfTwo;
       PrepareWorld world(shape, 2);
       ASSERT_TRUE(twin.run(world.args(), 1).ok());
       for (size_t row = 0; row < world.out_weights.size(); ++row) {
@@ -295,13 +297,15 @@ inline void queries_do_not_depend_on_neighbours_threads_or_repeats(const Prepare
     PrepareWorld alone(shape, 4);
     PrepareIndexQArgs args = alone.args();
     args.q.data = static_cast<const std::byte*>(args.q.data) + 3 * alone.q_stride * (shape.rows == RowElement::kBf16 ? 2 : 4);
-    args.raw_weights.data = static_cast<const std::byte*>(args.raw_weights.data) + 3 * alone.weight_stride * (shape.rows == RowElement::kBf16 ? 2 : 4);
+    args.raw_weights.data =
+        static_cast<const std::byte*>(args.raw_weights.data) + 3 * alone.weight_stride * (shape.rows == RowElement::kBf16 ? 2 : 4);
     args.positions += 3;
     args.tokens = 1;
     ASSERT_TRUE(twin.run(args, 1).ok());
     const size_t heads = static_cast<size_t>(shape.heads);
     EXPECT_EQ(std::memcmp(alone.out_q.data(), first.out_q.data() + 3 * heads * first.head_bytes(), heads * first.head_bytes()), 0);
-    EXPECT_TRUE(std::equal(alone.out_weights.begin(), alone.out_weights.begin() + shape.heads, first.out_weights.begin() + 3 * shape.heads));
+    EXPECT_TRUE(
+        std::equal(alone.out_weights.begin(), alone.out_weights.begin() + shape.heads, first.out_weights.begin() + 3 * shape.heads));
   }
 }
 
@@ -317,7 +321,9 @@ inline void a_query_that_is_not_a_number_never_looks_like_one(const PrepareTwin&
       const size_t victim = static_cast<size_t>(each.heads) + 2;
       for (size_t row = 0; row < world.out_weights.size(); ++row) {
         if (row != victim) {
-          ASSERT_EQ(std::memcmp(world.out_q.data() + row * world.head_bytes(), good.out_q.data() + row * world.head_bytes(), world.head_bytes()), 0);
+          ASSERT_EQ(
+              std::memcmp(world.out_q.data() + row * world.head_bytes(), good.out_q.data() + row * world.head_bytes(), world.head_bytes()),
+              0);
           continue;
         }
         const StoredRow stored = world.head(row, world.by_hand(row));
@@ -387,7 +393,8 @@ inline void wrong_query_arguments_are_named(const PrepareTwin& twin) {
 }
 
 inline const std::vector<PrepareCase>& prepare_cases() {
-#define NEEDLE_CASE(name) {#name, name}
+#define NEEDLE_CASE(name) \
+  { #name, name }
   static const std::vector<PrepareCase> kCases = {
       NEEDLE_CASE(queries_lie_within_half_a_step),
       NEEDLE_CASE(weights_carry_both_factors_and_fp8s_scale_alone),

@@ -25,11 +25,9 @@ TEST_P(PrepareIndexQ, battery) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, PrepareIndexQ,
-                         ::testing::Combine(::testing::Range(0, kHostStores),
-                                            ::testing::Range(size_t{0}, prepare_cases().size())),
+                         ::testing::Combine(::testing::Range(0, kHostStores), ::testing::Range(size_t{0}, prepare_cases().size())),
                          [](const auto& each) {
-                           return host_store_name(std::get<0>(each.param)) + "__" +
-                                  prepare_cases()[std::get<1>(each.param)].name;
+                           return host_store_name(std::get<0>(each.param)) + "__" + prepare_cases()[std::get<1>(each.param)].name;
                          });
 
 TEST(PrepareIndexQTwins, every_instruction_set_gives_the_same_bits) {

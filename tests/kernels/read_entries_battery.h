@@ -39,9 +39,7 @@ inline double decoded_e2m1(uint8_t code) {
   return (code & 8) != 0 ? -kValues[code & 7] : kValues[code & 7];
 }
 
-inline double decoded_ue8m0(uint8_t byte) {
-  return byte == 255 ? std::nan("") : std::ldexp(1.0, byte - 127);
-}
+inline double decoded_ue8m0(uint8_t byte) { return byte == 255 ? std::nan("") : std::ldexp(1.0, byte - 127); }
 
 // To fp32, then to bf16, nearest even each, without the library's rounding code.
 inline uint16_t oracle_bf16(double value) {
@@ -130,8 +128,7 @@ inline std::vector<std::byte> expected_entry(const LayerView& layer, int64_t pag
       for (int64_t i = 0; i < layer.head_dim; ++i) push_bf16(place.data + 2 * i);
       break;
     case ElementFormat::kFp8:
-      for (int64_t i = 0; i < layer.head_dim; ++i)
-        push(oracle_bf16(decoded_e4m3(byte(place.data + i)) * fp32(place.scale)));
+      for (int64_t i = 0; i < layer.head_dim; ++i) push(oracle_bf16(decoded_e4m3(byte(place.data + i)) * fp32(place.scale)));
       break;
     case ElementFormat::kFp4:
       for (int64_t i = 0; i < layer.head_dim; ++i) {
@@ -151,8 +148,7 @@ inline std::vector<std::byte> expected_entry(const LayerView& layer, int64_t pag
       }
       for (int64_t i = 0; i < 64; ++i) push_bf16(place.data + 528 + 2 * i);
       break;
-    case ElementFormat::kFp32Rows:
-      break;
+    case ElementFormat::kFp32Rows: break;
   }
   return out;
 }
@@ -183,8 +179,7 @@ inline void expect_reads(const ReadTwin& twin, ReadEntriesArgs args, int64_t gap
   const absl::Status status = twin.read(args);
   ASSERT_TRUE(status.ok()) << status;
   for (size_t i = 0; i < want.size(); ++i) {
-    ASSERT_EQ(static_cast<int>(out[i]), static_cast<int>(want[i]))
-        << name_of(args.layer.element) << " byte " << i << " of " << want.size();
+    ASSERT_EQ(static_cast<int>(out[i]), static_cast<int>(want[i])) << name_of(args.layer.element) << " byte " << i << " of " << want.size();
   }
 }
 
@@ -195,8 +190,7 @@ inline void slots_of_every_format_widen_exactly(const ReadTwin& twin) {
         Rng rng(77);
         const ReadPool pool = random_pool(element, slots_per_page, 5, rng);
         std::vector<int32_t> slots;
-        for (int i = 0; i < 2 * 70; ++i)
-          slots.push_back(static_cast<int32_t>(rng.below(static_cast<uint64_t>(5 * slots_per_page))));
+        for (int i = 0; i < 2 * 70; ++i) slots.push_back(static_cast<int32_t>(rng.below(static_cast<uint64_t>(5 * slots_per_page))));
         slots[3] = -1;
         slots[71] = 5 * slots_per_page;
         slots[72] = -2;
@@ -291,9 +285,7 @@ inline void every_fp8_code_under_many_scales(const ReadTwin& twin) {
   args.rows = 1;
   args.ids_per_row = 512;
   args.id_stride = 512;
-  expect_reads(twin, args, 0, [](int64_t, int64_t index) {
-    return std::pair<int64_t, int64_t>{index / 64, index % 64};
-  });
+  expect_reads(twin, args, 0, [](int64_t, int64_t index) { return std::pair<int64_t, int64_t>{index / 64, index % 64}; });
 }
 
 inline void an_empty_read_is_an_answer(const ReadTwin& twin) {
@@ -328,8 +320,7 @@ inline void refuses_a_bad_read_with_value_and_limit(const ReadTwin& twin) {
     return std::string(status.message());
   };
   const auto holds = [](const std::string& text, const char* part) { return text.find(part) != std::string::npos; };
-  EXPECT_TRUE(
-      holds(message_for([](ReadEntriesArgs& a) { a.entry_stride = 1022; }), "entry_stride is 1022, must be >= 1024"));
+  EXPECT_TRUE(holds(message_for([](ReadEntriesArgs& a) { a.entry_stride = 1022; }), "entry_stride is 1022, must be >= 1024"));
   EXPECT_TRUE(holds(message_for([](ReadEntriesArgs& a) { a.layer.head_dim = 448; }), "head_dim is 448, must be 512"));
   EXPECT_TRUE(holds(message_for([](ReadEntriesArgs& a) { a.layer.element = ElementFormat::kFp32Rows; }), "state rows"));
   EXPECT_TRUE(holds(message_for([&](ReadEntriesArgs& a) { a.positions = &slot; }), "both given"));

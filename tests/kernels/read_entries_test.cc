@@ -26,9 +26,7 @@ struct TwinCase {
 };
 
 // What a failure prints of its parameter.
-void PrintTo(const TwinCase& param, std::ostream* out) {
-  *out << param.twin.name << " " << param.test.name;
-}
+void PrintTo(const TwinCase& param, std::ostream* out) { *out << param.twin.name << " " << param.test.name; }
 
 std::vector<TwinCase> every_twin_and_case() {
   std::vector<ReadTwin> twins = {{"ref", "", read_entries_ref}};

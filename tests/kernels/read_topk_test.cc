@@ -40,9 +40,7 @@ class GuardedScratch {
   std::unique_ptr<std::byte, FreeAligned> memory_;
 };
 
-float small_number(Rng& rng) {
-  return static_cast<float>(rng.unit() * 2 - 1);
-}
+float small_number(Rng& rng) { return static_cast<float>(rng.unit() * 2 - 1); }
 
 // A key of random finite values.
 void fill_key(ElementFormat element, std::byte* data, std::byte* scale, Rng& rng) {
@@ -54,8 +52,8 @@ void fill_key(ElementFormat element, std::byte* data, std::byte* scale, Rng& rng
     return;
   }
   for (int64_t i = 0; i < slot_data_bytes(element, 128); ++i) {
-    data[i] = element == ElementFormat::kFp8 ? static_cast<std::byte>(e4m3_of(small_number(rng) * kFp8Max))
-                                             : static_cast<std::byte>(rng.next());
+    data[i] =
+        element == ElementFormat::kFp8 ? static_cast<std::byte>(e4m3_of(small_number(rng) * kFp8Max)) : static_cast<std::byte>(rng.next());
   }
   const float factor = 1.0f / kFp8Max;
   if (element == ElementFormat::kFp8) std::memcpy(scale, &factor, sizeof(factor));
@@ -85,13 +83,11 @@ struct Batch {
     Rng rng(seed);
     const int64_t page_count = 20;
     const int64_t page_bytes = layer_page_bytes(element, 128, 64);
-    keys.reset(
-        static_cast<std::byte*>(std::aligned_alloc(kPageAlignment, static_cast<size_t>(page_count * page_bytes))));
+    keys.reset(static_cast<std::byte*>(std::aligned_alloc(kPageAlignment, static_cast<size_t>(page_count * page_bytes))));
     for (int64_t page = 0; page < page_count; ++page) {
       for (int64_t slot = 0; slot < 64; ++slot) {
         const SlotPlace place = slot_place(element, 128, 64, slot);
-        fill_key(element, keys.get() + page * page_bytes + place.data, keys.get() + page * page_bytes + place.scale,
-                 rng);
+        fill_key(element, keys.get() + page * page_bytes + place.data, keys.get() + page * page_bytes + place.scale, rng);
       }
     }
     for (int32_t i = 0; i < sequences * pages_per_row; ++i) {
@@ -288,8 +284,7 @@ TEST(ReadTopk, refuses_a_budget_or_scratch_too_small_with_the_bytes_that_would_d
   ASSERT_TRUE(plan.ok());
   GuardedScratch scratch(plan->scratch_bytes);
   CallerThread caller;
-  const absl::Status status =
-      read_topk_cpu(batch.args, *plan, CpuIsa::kPortable, caller, scratch.data(), plan->scratch_bytes - 1);
+  const absl::Status status = read_topk_cpu(batch.args, *plan, CpuIsa::kPortable, caller, scratch.data(), plan->scratch_bytes - 1);
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_NE(std::string(status.message()).find(std::to_string(plan->scratch_bytes)), std::string::npos) << status;
   EXPECT_EQ(answer.counts[0], 77) << "nothing is written by a refusal";
@@ -352,8 +347,7 @@ TEST(ReadTopk, reads_a_context_of_a_million_entries) {
   std::vector<int32_t> pages(1048576 / 64);
   Rng rng(9);
   for (int32_t& page : pages) page = static_cast<int32_t>(rng.below(20));
-  batch.args.logits.pages = {pages.data(), nullptr, static_cast<int64_t>(pages.size()), 1,
-                             static_cast<int32_t>(pages.size())};
+  batch.args.logits.pages = {pages.data(), nullptr, static_cast<int64_t>(pages.size()), 1, static_cast<int32_t>(pages.size())};
   batch.args.logits.queries_per_row = 3;
   batch.args.logits.query_count = 3;
   batch.prepare.tokens = 3;

@@ -31,8 +31,8 @@ TEST(Rope, inverse_frequencies_with_and_without_yarn) {
   float frequencies[kRopePairs];
   ASSERT_TRUE(rope_inverse_frequencies(kCompressed, frequencies).ok());
   const std::vector<std::pair<int, double>> expected = {
-      {0, 1.0},           {1, 0.6876560219},    {8, 0.05},           {15, 3.635538584e-3}, {16, 2.265625e-3},
-      {20, 2.969777783e-4}, {24, 1.953125e-5}, {25, 5.372312671e-6}, {31, 5.680529037e-7}};
+      {0, 1.0},          {1, 0.6876560219},    {8, 0.05},           {15, 3.635538584e-3}, {16, 2.265625e-3}, {20, 2.969777783e-4},
+      {24, 1.953125e-5}, {25, 5.372312671e-6}, {31, 5.680529037e-7}};
   for (const auto& [i, value] : expected) EXPECT_NEAR(static_cast<double>(frequencies[i]) / value, 1.0, 3e-7) << i;
   ASSERT_TRUE(rope_inverse_frequencies({160000}, frequencies).ok());
   EXPECT_NEAR(frequencies[16], 2.5e-3, 1e-9) << "without YaRN";

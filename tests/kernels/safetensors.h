@@ -97,8 +97,7 @@ inline absl::StatusOr<SafetensorsFile> read_safetensors(const std::filesystem::p
   uint64_t header_bytes = 0;
   stream.read(reinterpret_cast<char*>(&header_bytes), sizeof header_bytes);
   if (!stream || file_bytes < 8 || header_bytes > static_cast<uint64_t>(file_bytes - 8)) {
-    return absl::DataLossError(absl::StrCat(path.string(), ": the header is said to take ", header_bytes, " of ",
-                                            file_bytes, " bytes"));
+    return absl::DataLossError(absl::StrCat(path.string(), ": the header is said to take ", header_bytes, " of ", file_bytes, " bytes"));
   }
   std::string header(header_bytes, '\0');
   stream.read(header.data(), static_cast<std::streamsize>(header_bytes));
@@ -116,9 +115,9 @@ inline absl::StatusOr<SafetensorsFile> read_safetensors(const std::filesystem::p
       }
       continue;
     }
-    const bool whole = entry.is_object() && entry.contains("dtype") && entry["dtype"].is_string() &&
-                       entry.contains("shape") && entry["shape"].is_array() && entry.contains("data_offsets") &&
-                       entry["data_offsets"].is_array() && entry["data_offsets"].size() == 2;
+    const bool whole = entry.is_object() && entry.contains("dtype") && entry["dtype"].is_string() && entry.contains("shape") &&
+                       entry["shape"].is_array() && entry.contains("data_offsets") && entry["data_offsets"].is_array() &&
+                       entry["data_offsets"].size() == 2;
     if (!whole) return absl::DataLossError(absl::StrCat(path.string(), ": tensor ", name, " is not described"));
     Tensor tensor;
     tensor.dtype = entry["dtype"].get<std::string>();
@@ -128,8 +127,8 @@ inline absl::StatusOr<SafetensorsFile> read_safetensors(const std::filesystem::p
     const auto size = kBytesOf.find(tensor.dtype);
     if (size == kBytesOf.end() || begin < 0 || end < begin || end > file_bytes - 8 - static_cast<int64_t>(header_bytes) ||
         end - begin != tensor.count() * size->second) {
-      return absl::DataLossError(absl::StrCat(path.string(), ": tensor ", name, " of type ", tensor.dtype, " takes bytes ",
-                                              begin, "..", end, ", which does not fit its shape or the file"));
+      return absl::DataLossError(absl::StrCat(path.string(), ": tensor ", name, " of type ", tensor.dtype, " takes bytes ", begin, "..",
+                                              end, ", which does not fit its shape or the file"));
     }
     tensor.bytes.resize(static_cast<size_t>(end - begin));
     stream.seekg(8 + static_cast<int64_t>(header_bytes) + begin);

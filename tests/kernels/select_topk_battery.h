@@ -72,14 +72,12 @@ inline bool oracle_before(const Scored& a, const Scored& b) {
 }
 
 inline std::vector<Scored> oracle_best(std::vector<Scored> entries, int k, TopkOrder order) {
-  entries.erase(std::remove_if(entries.begin(), entries.end(),
-                               [](const Scored& e) { return score_bits(e.score) == kAbsentScoreBits; }),
+  entries.erase(std::remove_if(entries.begin(), entries.end(), [](const Scored& e) { return score_bits(e.score) == kAbsentScoreBits; }),
                 entries.end());
   std::stable_sort(entries.begin(), entries.end(), oracle_before);
   if (entries.size() > static_cast<size_t>(k)) entries.resize(static_cast<size_t>(k));
   if (order == TopkOrder::kByPosition) {
-    std::stable_sort(entries.begin(), entries.end(),
-                     [](const Scored& a, const Scored& b) { return a.position < b.position; });
+    std::stable_sort(entries.begin(), entries.end(), [](const Scored& a, const Scored& b) { return a.position < b.position; });
   }
   return entries;
 }
@@ -96,8 +94,7 @@ struct Selection {
 
   // Bit for bit, without `fallbacks`.
   bool same_bits(const Selection& other) const {
-    return positions == other.positions && slots == other.slots && counts == other.counts &&
-           scores.size() == other.scores.size() &&
+    return positions == other.positions && slots == other.slots && counts == other.counts && scores.size() == other.scores.size() &&
            (scores.empty() || std::memcmp(scores.data(), other.scores.data(), scores.size() * sizeof(float)) == 0) &&
            report.status == other.report.status && report.nan_scores == other.report.nan_scores &&
            report.absent_entries == other.report.absent_entries;
@@ -198,8 +195,7 @@ inline Selection expected_selection(const SelectProblem& problem) {
     int64_t base = 0;
     const int32_t* pages = nullptr;
     if (problem.table_rows > 0) {
-      const int64_t table_row =
-          problem.row_of.empty() ? static_cast<int64_t>(r) / problem.rows_per_table_row : problem.row_of[r];
+      const int64_t table_row = problem.row_of.empty() ? static_cast<int64_t>(r) / problem.rows_per_table_row : problem.row_of[r];
       if (table_row < 0 || table_row >= problem.table_rows) {
         limit = 0;
         out.report.status |= kStatusBadPageTable;
@@ -300,10 +296,8 @@ inline const std::vector<NamedRow>& adversarial_rows() {
   static const std::vector<NamedRow> rows = {
       {"ordinary", [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t) { return gaussian(rng); }); }},
       {"all_equal", [](int64_t n, Rng&) { return row_by(n, [](int64_t) { return 0.75f; }); }},
-      {"all_zero_of_both_signs",
-       [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t) { return rng.chance(0.5) ? 0.0f : -0.0f; }); }},
-      {"two_values",
-       [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t) { return rng.chance(0.5) ? 1.0f : 2.0f; }); }},
+      {"all_zero_of_both_signs", [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t) { return rng.chance(0.5) ? 0.0f : -0.0f; }); }},
+      {"two_values", [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t) { return rng.chance(0.5) ? 1.0f : 2.0f; }); }},
       {"zeros_around_few_numbers",
        [](int64_t n, Rng& rng) {
          return row_by(n, [&](int64_t) {
@@ -318,9 +312,7 @@ inline const std::vector<NamedRow>& adversarial_rows() {
          return row_by(n, [&](int64_t) { return score_from_bits(0x3F800000u + static_cast<uint32_t>(rng.below(16))); });
        }},
       {"past_half_precision",
-       [](int64_t n, Rng& rng) {
-         return row_by(n, [&](int64_t) { return 70000.0f * (1.0f + std::fabs(gaussian(rng))); });
-       }},
+       [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t) { return 70000.0f * (1.0f + std::fabs(gaussian(rng))); }); }},
       {"denormals",
        [](int64_t n, Rng& rng) {
          return row_by(n, [&](int64_t) {
@@ -356,36 +348,22 @@ inline const std::vector<NamedRow>& adversarial_rows() {
       {"nan_and_minus_infinity",
        [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t) { return rng.chance(0.5) ? kNan : -kInfinity; }); }},
       {"absent_stripes",
-       [](int64_t n, Rng& rng) {
-         return row_by(n, [&](int64_t i) { return i / 64 % 3 == 1 ? kAbsent : gaussian(rng); });
-       }},
+       [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t i) { return i / 64 % 3 == 1 ? kAbsent : gaussian(rng); }); }},
       {"all_absent", [](int64_t n, Rng&) { return row_by(n, [](int64_t) { return kAbsent; }); }},
-      {"few_present",
-       [](int64_t n, Rng& rng) {
-         return row_by(n, [&](int64_t i) { return i % 61 == 60 ? gaussian(rng) : kAbsent; });
-       }},
-      {"ascending",
-       [](int64_t n, Rng&) { return row_by(n, [](int64_t i) { return static_cast<float>(i) - 100.0f; }); }},
-      {"descending",
-       [](int64_t n, Rng&) { return row_by(n, [](int64_t i) { return 100.0f - static_cast<float>(i); }); }},
+      {"few_present", [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t i) { return i % 61 == 60 ? gaussian(rng) : kAbsent; }); }},
+      {"ascending", [](int64_t n, Rng&) { return row_by(n, [](int64_t i) { return static_cast<float>(i) - 100.0f; }); }},
+      {"descending", [](int64_t n, Rng&) { return row_by(n, [](int64_t i) { return 100.0f - static_cast<float>(i); }); }},
       {"sawtooth", [](int64_t n, Rng&) { return row_by(n, [](int64_t i) { return static_cast<float>(i % 64); }); }},
-      {"sawtooth_long",
-       [](int64_t n, Rng&) { return row_by(n, [](int64_t i) { return static_cast<float>(i % 1000) * 0.001f; }); }},
+      {"sawtooth_long", [](int64_t n, Rng&) { return row_by(n, [](int64_t i) { return static_cast<float>(i % 1000) * 0.001f; }); }},
       {"best_at_the_end",
-       [](int64_t n, Rng& rng) {
-         return row_by(n, [&](int64_t i) { return i * 8 >= n * 7 ? static_cast<float>(i) : gaussian(rng); });
-       }},
+       [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t i) { return i * 8 >= n * 7 ? static_cast<float>(i) : gaussian(rng); }); }},
       {"best_in_one_run",
        [](int64_t n, Rng& rng) {
-         return row_by(
-             n, [&](int64_t i) { return i >= n / 3 && i < n / 3 + 700 ? 50.0f + gaussian(rng) : gaussian(rng); });
+         return row_by(n, [&](int64_t i) { return i >= n / 3 && i < n / 3 + 700 ? 50.0f + gaussian(rng) : gaussian(rng); });
        }},
-      {"one_giant_among_equals",
-       [](int64_t n, Rng&) { return row_by(n, [n](int64_t i) { return i == n - 1 ? 3e38f : -1.0f; }); }},
+      {"one_giant_among_equals", [](int64_t n, Rng&) { return row_by(n, [n](int64_t i) { return i == n - 1 ? 3e38f : -1.0f; }); }},
       {"any_bits",
-       [](int64_t n, Rng& rng) {
-         return row_by(n, [&](int64_t) { return score_from_bits(static_cast<uint32_t>(rng.next())); });
-       }},
+       [](int64_t n, Rng& rng) { return row_by(n, [&](int64_t) { return score_from_bits(static_cast<uint32_t>(rng.next())); }); }},
   };
   return rows;
 }
@@ -397,8 +375,7 @@ inline void equal_scores_go_to_the_lower_position(const SelectTwin& twin) {
   SelectProblem problem = problem_of({1, 3, 3, 2, 3, 2, 3}, 3);
   const absl::StatusOr<Selection> got = run_selection(twin, problem);
   ASSERT_TRUE(got.ok()) << got.status();
-  EXPECT_EQ(std::vector<int32_t>(got->positions.begin(), got->positions.begin() + 4),
-            (std::vector<int32_t>{1, 2, 4, -1}));
+  EXPECT_EQ(std::vector<int32_t>(got->positions.begin(), got->positions.begin() + 4), (std::vector<int32_t>{1, 2, 4, -1}));
   EXPECT_EQ(got->counts[0], 3);
 }
 
@@ -411,12 +388,10 @@ inline void negative_zero_equals_zero(const SelectTwin& twin) {
 }
 
 inline void nan_ranks_below_minus_infinity_and_is_counted(const SelectTwin& twin) {
-  SelectProblem problem =
-      problem_of({kNan, -kInfinity, score_from_bits(0xFFFFFFFFu), 5, -kInfinity}, 4, TopkOrder::kByRank);
+  SelectProblem problem = problem_of({kNan, -kInfinity, score_from_bits(0xFFFFFFFFu), 5, -kInfinity}, 4, TopkOrder::kByRank);
   const absl::StatusOr<Selection> got = run_selection(twin, problem);
   ASSERT_TRUE(got.ok()) << got.status();
-  EXPECT_EQ(std::vector<int32_t>(got->positions.begin(), got->positions.begin() + 5),
-            (std::vector<int32_t>{3, 1, 4, 0, -1}));
+  EXPECT_EQ(std::vector<int32_t>(got->positions.begin(), got->positions.begin() + 5), (std::vector<int32_t>{3, 1, 4, 0, -1}));
   EXPECT_EQ(score_bits(got->scores[3]), kNanScoreBits);
   EXPECT_EQ(got->report.nan_scores, 2u);
   EXPECT_EQ(got->report.status, kStatusNanScore);
@@ -439,8 +414,7 @@ inline void selects_nothing_past_the_length(const SelectTwin& twin) {
   const absl::StatusOr<Selection> got = run_selection(twin, problem);
   ASSERT_TRUE(got.ok()) << got.status();
   EXPECT_EQ(got->counts[0], 3);
-  EXPECT_EQ(std::vector<int32_t>(got->positions.begin(), got->positions.begin() + 4),
-            (std::vector<int32_t>{0, 1, 2, -1}));
+  EXPECT_EQ(std::vector<int32_t>(got->positions.begin(), got->positions.begin() + 4), (std::vector<int32_t>{0, 1, 2, -1}));
   EXPECT_EQ(got->report.status, 0u);
 }
 
@@ -697,12 +671,10 @@ inline void refuses_what_it_cannot_do_with_value_and_limit(const SelectTwin& twi
             }).find("k is 0, must be 1..8192"),
             std::string::npos);
   EXPECT_NE(message_for([](SelectProblem& p) { p.k = 8193; }).find("k is 8193"), std::string::npos);
-  EXPECT_NE(message_for([](SelectProblem& p) { p.out_stride = 1; }).find("out_stride is 1, must be >= k = 2"),
-            std::string::npos);
+  EXPECT_NE(message_for([](SelectProblem& p) { p.out_stride = 1; }).find("out_stride is 1, must be >= k = 2"), std::string::npos);
   EXPECT_NE(message_for([](SelectProblem& p) { p.slack = -1; }).find("length_max is 3"), std::string::npos);
   EXPECT_NE(message_for([](SelectProblem& p) { p.want_slots = true; }).find("pages.pages is null"), std::string::npos);
-  EXPECT_NE(message_for([](SelectProblem& p) { p.rows_per_table_row = 0; }).find("rows_per_table_row is 0"),
-            std::string::npos);
+  EXPECT_NE(message_for([](SelectProblem& p) { p.rows_per_table_row = 0; }).find("rows_per_table_row is 0"), std::string::npos);
   EXPECT_NE(message_for([](SelectProblem& p) {
               p.want_slots = true;
               p.table_rows = 1;
@@ -873,9 +845,9 @@ inline std::vector<std::vector<Scored>> lists_of(const Merge& merge, int k) {
 inline void a_merge_is_associative_and_commutative(const SelectTwin& twin) {
   Rng rng(20260121);
   const int k = 64;
-  MergeProblem whole = sharded({row_by(5000, [&](int64_t) { return std::floor(gaussian(rng) * 10.0f); }),
-                                row_by(90, [&](int64_t) { return gaussian(rng); })},
-                               3, k, rng);
+  MergeProblem whole = sharded(
+      {row_by(5000, [&](int64_t) { return std::floor(gaussian(rng) * 10.0f); }), row_by(90, [&](int64_t) { return gaussian(rng); })}, 3, k,
+      rng);
   const absl::StatusOr<Merge> at_once = run_merge(twin, whole);
   ASSERT_TRUE(at_once.ok()) << at_once.status();
 
@@ -900,14 +872,12 @@ inline void a_merge_skips_padding_and_absent_members(const SelectTwin& twin) {
   MergeProblem problem;
   problem.k = 4;
   problem.in_stride = 4;
-  problem.shards = {{{{7, 1.0f, 70}, {-1, kInfinity, 1}, {3, kAbsent, 2}, {9, kNan, 90}}},
-                    {{{8, -kInfinity, 80}, {2, 1.0f, 20}}}};
+  problem.shards = {{{{7, 1.0f, 70}, {-1, kInfinity, 1}, {3, kAbsent, 2}, {9, kNan, 90}}}, {{{8, -kInfinity, 80}, {2, 1.0f, 20}}}};
   expect_merge_exact(twin, problem);
   problem.order = TopkOrder::kByRank;
   const absl::StatusOr<Merge> got = run_merge(twin, problem);
   ASSERT_TRUE(got.ok()) << got.status();
-  EXPECT_EQ(std::vector<int32_t>(got->positions.begin(), got->positions.begin() + 5),
-            (std::vector<int32_t>{2, 7, 8, 9, -1}));
+  EXPECT_EQ(std::vector<int32_t>(got->positions.begin(), got->positions.begin() + 5), (std::vector<int32_t>{2, 7, 8, 9, -1}));
   EXPECT_EQ(got->report.nan_scores, 0u);
 }
 
@@ -988,8 +958,7 @@ inline void lists_every_present_entry_in_order(const SelectTwin& twin) {
         std::vector<int32_t> want_positions;
         std::vector<int32_t> want_slots;
         for (int64_t e = 0; e < std::min<int64_t>({lengths[r], held, out_stride}); ++e) {
-          const int32_t page =
-              pages[table_row * static_cast<size_t>(pages_per_row) + static_cast<size_t>(e / slots_per_page)];
+          const int32_t page = pages[table_row * static_cast<size_t>(pages_per_row) + static_cast<size_t>(e / slots_per_page)];
           if (page < 0 || page >= page_count) {
             ++absent;
             continue;

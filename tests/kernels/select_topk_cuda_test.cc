@@ -225,9 +225,8 @@ TEST(SelectTopkCudaPlan, refuses_an_impossible_plan_before_any_launch) {
   args.positions = &cell;
   args.counts = &cell;
   args.out_stride = 1;
-  for (const SelectPlan& plan : {SelectPlan{256, 1, 0, 4096, 1, 0}, SelectPlan{512, 3, 1, 4096, 1, 0},
-                                 SelectPlan{512, 32, 5, 4096, 1, 0}, SelectPlan{512, 1, 0, 512, 1, 0},
-                                 SelectPlan{512, 1, 0, 4096, 0, 0}, SelectPlan{512, 1, 0, 4097, 1, 0}}) {
+  for (const SelectPlan& plan : {SelectPlan{256, 1, 0, 4096, 1, 0}, SelectPlan{512, 3, 1, 4096, 1, 0}, SelectPlan{512, 32, 5, 4096, 1, 0},
+                                 SelectPlan{512, 1, 0, 512, 1, 0}, SelectPlan{512, 1, 0, 4096, 0, 0}, SelectPlan{512, 1, 0, 4097, 1, 0}}) {
     EXPECT_EQ(select_topk_cuda_planned(args, plan, nullptr).code(), absl::StatusCode::kInvalidArgument);
   }
 }

@@ -21,9 +21,7 @@ struct FreeAligned {
 };
 using Scratch = std::unique_ptr<void, FreeAligned>;
 
-Scratch scratch_of(int64_t bytes) {
-  return Scratch(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)));
-}
+Scratch scratch_of(int64_t bytes) { return Scratch(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64))); }
 
 SelectTwin cpu_twin(CpuIsa isa, int width) {
   SelectTwin twin;
@@ -57,9 +55,7 @@ struct TwinCase {
 };
 
 // What a failure prints of its parameter.
-void PrintTo(const TwinCase& param, std::ostream* out) {
-  *out << param.twin.name << " " << param.test.name;
-}
+void PrintTo(const TwinCase& param, std::ostream* out) { *out << param.twin.name << " " << param.test.name; }
 
 std::vector<TwinCase> every_twin_and_case() {
   std::vector<TwinCase> all;

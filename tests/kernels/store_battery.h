@@ -131,8 +131,8 @@ inline const std::vector<Component>& all_stored_components() {
 }
 
 inline std::string describe(const Component& component) {
-  return std::string(name_of(component.kind)) + " ratio " + std::to_string(component.ratio) + " " +
-         name_of(component.element) + " " + name_of(component.scale) + " of " + std::to_string(component.head_dim);
+  return std::string(name_of(component.kind)) + " ratio " + std::to_string(component.ratio) + " " + name_of(component.element) + " " +
+         name_of(component.scale) + " of " + std::to_string(component.head_dim);
 }
 
 // --------------------------------------------------------------------------------------------------------------- world
@@ -213,9 +213,7 @@ class StoreWorld {
 
   uint64_t sequence_id(int s) const { return 1000 + static_cast<uint64_t>(s); }
 
-  MutableLayerView view() {
-    return {pool.data(), stride, page_count, shape.slots, dims, shape.component.element, shape.component.scale};
-  }
+  MutableLayerView view() { return {pool.data(), stride, page_count, shape.slots, dims, shape.component.element, shape.component.scale}; }
   PageTableView pages() const {
     return {page_ids.data(), entry_base.empty() ? nullptr : entry_base.data(), pages_per_row, shape.sequences, pages_per_row};
   }
@@ -395,13 +393,17 @@ class StoreWorld {
   AlignedBytes boundary_bytes;
   BoundaryView boundaries;
   OpReport report = {};
-  uint64_t wrong_sequence = 0;   // added to the right one
+  uint64_t wrong_sequence = 0;  // added to the right one
   uint32_t wrong_generation = 0;
   std::map<std::pair<int, int64_t>, std::vector<float>> finished;  // (sequence, entry) -> before quantisation
 };
 
 inline StoreTwin reference_store() {
-  return {"ref", true, true, true, [](const StoreRowsArgs& args, int) { return store_rows_ref(args); },
+  return {"ref",
+          true,
+          true,
+          true,
+          [](const StoreRowsArgs& args, int) { return store_rows_ref(args); },
           [](const StorePooledArgs& args, int) { return store_pooled_ref(args); },
           [](const InitStateArgs& args) { return init_state_ref(args); },
           [](const CommitStateArgs& args) { return commit_state_ref(args); }};
@@ -440,8 +442,8 @@ inline void expect_stored_near(StoreWorld& world, StoreWorld& truth, int64_t* va
       if (error <= allowed) continue;
       ++*beyond;
       EXPECT_LE(error, allowed + 2 * stored.steps[c])
-          << describe(world.shape.component) << " entry " << place.second << " channel " << c << ": stored "
-          << stored.values[c] << ", reference " << entry[c] << ", step " << stored.steps[c];
+          << describe(world.shape.component) << " entry " << place.second << " channel " << c << ": stored " << stored.values[c]
+          << ", reference " << entry[c] << ", step " << stored.steps[c];
     }
   }
 }
@@ -477,8 +479,7 @@ inline void stored_values_lie_within_half_a_step(const StoreTwin& twin) {
 inline void stage_rounded_values_lie_within_half_a_step_but_for_one_in_a_hundred(const StoreTwin& twin) {
   for (const Component& component : all_stored_components()) {
     for (RoundingMode rounding : {RoundingMode::kRefV4, RoundingMode::kVllm}) {
-      if (rounding == RoundingMode::kVllm && component.element == ElementFormat::kFp8 &&
-          component.scale != ScaleKind::kPowerOfTwo) {
+      if (rounding == RoundingMode::kVllm && component.element == ElementFormat::kFp8 && component.scale != ScaleKind::kPowerOfTwo) {
         continue;  // refused: see unsupported_formats_are_refused_with_a_reason
       }
       StoreShape shape = shape_of(component, component.ratio == 128 ? 3 : 24);
@@ -634,8 +635,9 @@ inline void rejected_tokens_leave_no_trace(const StoreTwin& twin) {
       }
       at += accepted;
       ASSERT_EQ(ahead.report.status, 0u) << describe(shape.component);
-      expect_same_bytes(ahead, plain, describe(shape.component) + " after " + std::to_string(at) + " tokens, " +
-                                          std::to_string(accepted) + " of " + std::to_string(written) + " accepted");
+      expect_same_bytes(ahead, plain,
+                        describe(shape.component) + " after " + std::to_string(at) + " tokens, " + std::to_string(accepted) + " of " +
+                            std::to_string(written) + " accepted");
       if (::testing::Test::HasFailure()) return;
     }
     // And the run goes on from there as if nothing had been.
@@ -761,7 +763,8 @@ inline void a_commit_that_does_not_fit_changes_nothing(const StoreTwin& twin) {
     ASSERT_TRUE(world.store(twin, {{0, 10, 5}}, speculative).ok());
     const std::vector<std::byte> pool = world.pool.copy();
     const std::vector<std::byte> records = world.records.copy();
-    for (const auto& [committed, ahead, accepted] : std::vector<std::array<int, 3>>{{9, 5, 1}, {10, 4, 1}, {10, 5, 6}, {10, 5, -1}, {10, 6, 5}}) {
+    for (const auto& [committed, ahead, accepted] :
+         std::vector<std::array<int, 3>>{{9, 5, 1}, {10, 4, 1}, {10, 5, 6}, {10, 5, -1}, {10, 6, 5}}) {
       world.report = {};
       ASSERT_TRUE(world.commit(twin, 0, committed, ahead, accepted).ok());
       EXPECT_EQ(world.report.status, uint32_t{kStatusStateMismatch});
@@ -972,7 +975,8 @@ inline void slot_minus_one_skips_and_a_slot_outside_the_pool_is_never_written(co
     EXPECT_EQ(slot[0], std::byte{0x5A});
   }
   const int64_t slots = int64_t{world.page_count} * shape.slots;
-  for (int64_t bad : {slots, slots + 1, int64_t{-2}, int64_t{1} << 32, std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()}) {
+  for (int64_t bad :
+       {slots, slots + 1, int64_t{-2}, int64_t{1} << 32, std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()}) {
     StoreWorld fresh(shape, 111);
     PooledCall wrong = pooled_rows_of(fresh, 6);
     wrong.slots[4] = bad;
@@ -1016,8 +1020,10 @@ inline void the_hadamard_and_quantiser_give_the_golden_bytes(const StoreTwin& tw
     *finished = call.finished;
     const SlotPlace place = slot_place(element, 128, shape.slots, 2);
     std::vector<uint8_t> bytes(kScaleAt + 8);
-    std::memcpy(bytes.data(), world.pool.data() + place.data, static_cast<size_t>(std::min<int64_t>(slot_data_bytes(element, 128), kScaleAt)));
-    std::memcpy(bytes.data() + kScaleAt, world.pool.data() + place.scale, static_cast<size_t>(std::min<int64_t>(slot_scale_bytes(element, 128), 8)));
+    std::memcpy(bytes.data(), world.pool.data() + place.data,
+                static_cast<size_t>(std::min<int64_t>(slot_data_bytes(element, 128), kScaleAt)));
+    std::memcpy(bytes.data() + kScaleAt, world.pool.data() + place.scale,
+                static_cast<size_t>(std::min<int64_t>(slot_scale_bytes(element, 128), 8)));
     return bytes;
   };
   std::vector<float> y;
@@ -1135,7 +1141,8 @@ inline void rows_that_are_not_numbers_spoil_their_own_entries_alone(const StoreT
           const std::byte* good_data = good.slot_of(0, entry, &good_scale);
           const std::byte* data = spoiled.slot_of(0, entry, &scale);
           if (!touched) {
-            EXPECT_EQ(std::memcmp(data, good_data, static_cast<size_t>(slot_data_bytes(component.element, good.dims))), 0) << describe(component) << " entry " << entry;
+            EXPECT_EQ(std::memcmp(data, good_data, static_cast<size_t>(slot_data_bytes(component.element, good.dims))), 0)
+                << describe(component) << " entry " << entry;
             EXPECT_EQ(std::memcmp(scale, good_scale, static_cast<size_t>(slot_scale_bytes(component.element, good.dims))), 0);
             continue;
           }
@@ -1159,15 +1166,16 @@ inline void a_minus_infinite_score_weighs_nothing(const StoreTwin& twin) {
   }
   world.run(twin, {1});
   truth.run(reference_store(), {128});
-  for (int c = 0; c < 512; ++c) EXPECT_NEAR((world.finished[{0, 0}][static_cast<size_t>(c)]), (truth.finished[{0, 0}][static_cast<size_t>(c)]), 2e-5);
+  for (int c = 0; c < 512; ++c)
+    EXPECT_NEAR((world.finished[{0, 0}][static_cast<size_t>(c)]), (truth.finished[{0, 0}][static_cast<size_t>(c)]), 2e-5);
 }
 
 inline void pages_past_4_and_64_gib_are_written_where_they_lie(const StoreTwin& twin) {
   if (!twin.works_in_host_memory) GTEST_SKIP() << twin.name << " copies whole pools; it has a test of its own for this";
   const int64_t stride = 1165824;  // V4-Flash's
   const int64_t pages = 68 * kGiB / stride;
-  void* address = mmap(nullptr, static_cast<size_t>(pages * stride), PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* address =
+      mmap(nullptr, static_cast<size_t>(pages * stride), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (address == MAP_FAILED) GTEST_SKIP() << "no 68 GiB of address space here: " << std::strerror(errno);
   StoreShape shape = shape_of(index_k(4, ElementFormat::kBf16), 24);
   StoreWorld near(shape, 141);
@@ -1430,7 +1438,8 @@ inline void init_clears_a_record_whatever_it_held(const StoreTwin& twin) {
 }
 
 inline const std::vector<StoreCase>& store_cases() {
-#define NEEDLE_CASE(name) {#name, name}
+#define NEEDLE_CASE(name) \
+  { #name, name }
   static const std::vector<StoreCase> kCases = {
       NEEDLE_CASE(stored_values_lie_within_half_a_step),
       NEEDLE_CASE(stage_rounded_values_lie_within_half_a_step_but_for_one_in_a_hundred),

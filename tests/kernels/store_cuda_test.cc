@@ -26,16 +26,15 @@ EntryChain chain_on_device(const EntryChain& host, DeviceCopies& copies) {
 
 MutableLayerView layer_on_device(const MutableLayerView& host, DeviceCopies& copies) {
   MutableLayerView layer = host;
-  layer.base = copies.in_out(host.base, reach(host.page_count, host.page_stride,
-                                              layer_page_bytes(host.element, host.head_dim, host.slots_per_page)));
+  layer.base = copies.in_out(host.base,
+                             reach(host.page_count, host.page_stride, layer_page_bytes(host.element, host.head_dim, host.slots_per_page)));
   return layer;
 }
 
 StateView state_on_device(const StateView& host, DeviceCopies& copies) {
   StateView state = host;
   state.base = copies.in_out(
-      host.base, reach(host.count, host.stride,
-                       state_record_bytes(host.form, host.ratio, host.head_dim, host.speculative_rows)));
+      host.base, reach(host.count, host.stride, state_record_bytes(host.form, host.ratio, host.head_dim, host.speculative_rows)));
   return state;
 }
 
@@ -92,8 +91,8 @@ absl::Status init_on_device(const InitStateArgs& host) {
   DeviceCopies copies;
   InitStateArgs args = host;
   args.state = state_on_device(host.state, copies);
-  args.boundaries.base = copies.in_out(
-      host.boundaries.base, reach(host.boundaries.count, host.boundaries.stride, boundary_record_bytes(host.state.head_dim)));
+  args.boundaries.base =
+      copies.in_out(host.boundaries.base, reach(host.boundaries.count, host.boundaries.stride, boundary_record_bytes(host.state.head_dim)));
   args.starts = copies.in(host.starts, host.count);
   args.report = copies.in_out(host.report, 1);
   const absl::Status done = finish_on_device(init_state_cuda(args, nullptr));
@@ -160,8 +159,7 @@ class PrepareIndexQCuda : public ::testing::TestWithParam<size_t> {};
 
 TEST_P(PrepareIndexQCuda, battery) {
   if (const std::string reason = no_gpu_because(); !reason.empty()) GTEST_SKIP() << reason;
-  prepare_cases()[GetParam()].run(
-      {"cuda", false, [](const PrepareIndexQArgs& args, int) { return prepare_on_device(args); }});
+  prepare_cases()[GetParam()].run({"cuda", false, [](const PrepareIndexQArgs& args, int) { return prepare_on_device(args); }});
 }
 INSTANTIATE_TEST_SUITE_P(, PrepareIndexQCuda, ::testing::Range(size_t{0}, prepare_cases().size()),
                          [](const auto& each) { return std::string(prepare_cases()[each.param].name); });

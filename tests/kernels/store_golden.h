@@ -144,8 +144,7 @@ inline std::vector<GoldenStore> golden_stores(const std::vector<SafetensorsFile>
     if (file.has("kv") && file.has("gate") && file.has("position_bias") && file.has("rope_inv_freq")) {
       const bool index = file.has("expected_keys");
       const int ratio = static_cast<int>(file.at("position_bias").shape[0]);
-      store.component = index ? index_k(ratio, ElementFormat::kBf16)
-                              : kv_of(ComponentKind::kMainKv, ratio, ElementFormat::kFp8DsMla);
+      store.component = index ? index_k(ratio, ElementFormat::kBf16) : kv_of(ComponentKind::kMainKv, ratio, ElementFormat::kFp8DsMla);
       store.component.hadamard = false;  // the golden keys are not rotated, nor are their queries
       store.kv = file.at("kv").bf16_bits();
       store.gate = file.at("gate").bf16_bits();
@@ -201,8 +200,8 @@ inline void golden_entries_come_out_of_any_chunking(const StoreTwin& twin, const
       worst = std::max(worst, std::fabs(whole.finished[i] - golden.expected[i]));
     }
     EXPECT_LE(worst, 2e-5f) << golden.name;
-    for (const std::vector<int64_t>& chunks : std::vector<std::vector<int64_t>>{
-             {1, 2, 3, 1, 4, 5, 127, 129, 640, 588}, {2048, 1, 1, 1, 1, 949}, {1}}) {
+    for (const std::vector<int64_t>& chunks :
+         std::vector<std::vector<int64_t>>{{1, 2, 3, 1, 4, 5, 127, 129, 640, 588}, {2048, 1, 1, 1, 1, 949}, {1}}) {
       GoldenResult cut = run_golden(twin, golden, chunks);
       EXPECT_TRUE(cut.finished == whole.finished) << golden.name << " in chunks from " << chunks[0];
       EXPECT_TRUE(cut.pool.copy() == whole.pool.copy()) << golden.name << " in chunks from " << chunks[0];
@@ -226,8 +225,10 @@ inline void logits_of_our_own_keys_match_the_golden_ones(const StoreTwin& twin, 
       const std::vector<int32_t> query_row(static_cast<size_t>(queries), 0);
       std::vector<float> scores(static_cast<size_t>(queries * golden.entries()));
       IndexLogitsArgs args;
-      args.keys = {keys.pool.data(), keys.stride, static_cast<int64_t>(keys.page_ids.size()), keys.slots, kIndexHeadDim, ElementFormat::kBf16, ScaleKind::kNone};
-      args.pages = {keys.page_ids.data(), nullptr, static_cast<int64_t>(keys.page_ids.size()), 1, static_cast<int32_t>(keys.page_ids.size())};
+      args.keys = {keys.pool.data(),     keys.stride,     static_cast<int64_t>(keys.page_ids.size()), keys.slots, kIndexHeadDim,
+                   ElementFormat::kBf16, ScaleKind::kNone};
+      args.pages = {keys.page_ids.data(), nullptr, static_cast<int64_t>(keys.page_ids.size()), 1,
+                    static_cast<int32_t>(keys.page_ids.size())};
       args.q = q.data();
       args.head_weights = weights.data();
       args.query_row = query_row.data();

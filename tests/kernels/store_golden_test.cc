@@ -18,16 +18,11 @@ class StoreGolden : public ::testing::TestWithParam<int> {
   std::vector<SafetensorsFile> files_;
 };
 
-TEST_P(StoreGolden, entries_come_out_of_any_chunking) {
-  golden_entries_come_out_of_any_chunking(host_store(GetParam()), files_);
-}
+TEST_P(StoreGolden, entries_come_out_of_any_chunking) { golden_entries_come_out_of_any_chunking(host_store(GetParam()), files_); }
 
-TEST_P(StoreGolden, logits_of_our_own_keys_match) {
-  logits_of_our_own_keys_match_the_golden_ones(host_store(GetParam()), files_);
-}
+TEST_P(StoreGolden, logits_of_our_own_keys_match) { logits_of_our_own_keys_match_the_golden_ones(host_store(GetParam()), files_); }
 
-INSTANTIATE_TEST_SUITE_P(, StoreGolden, ::testing::Range(0, kHostStores),
-                         [](const auto& each) { return host_store_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(, StoreGolden, ::testing::Range(0, kHostStores), [](const auto& each) { return host_store_name(each.param); });
 
 }  // namespace
 }  // namespace needle::testing

@@ -17,19 +17,15 @@ TEST_P(Store, battery) {
   store_cases()[index].run(host_store(which));
 }
 
-INSTANTIATE_TEST_SUITE_P(, Store,
-                         ::testing::Combine(::testing::Range(0, kHostStores),
-                                            ::testing::Range(size_t{0}, store_cases().size())),
+INSTANTIATE_TEST_SUITE_P(, Store, ::testing::Combine(::testing::Range(0, kHostStores), ::testing::Range(size_t{0}, store_cases().size())),
                          [](const auto& each) {
-                           return host_store_name(std::get<0>(each.param)) + "__" +
-                                  store_cases()[std::get<1>(each.param)].name;
+                           return host_store_name(std::get<0>(each.param)) + "__" + store_cases()[std::get<1>(each.param)].name;
                          });
 
 TEST(StoreTwins, every_instruction_set_gives_the_same_bits) {
   for (const Component& component : all_stored_components()) {
     for (RoundingMode rounding : {RoundingMode::kOnce, RoundingMode::kRefV4, RoundingMode::kVllm}) {
-      if (rounding == RoundingMode::kVllm && component.element == ElementFormat::kFp8 &&
-          component.scale != ScaleKind::kPowerOfTwo) {
+      if (rounding == RoundingMode::kVllm && component.element == ElementFormat::kFp8 && component.scale != ScaleKind::kPowerOfTwo) {
         continue;
       }
       for (NormKind norm : {NormKind::kRms, NormKind::kLayer, NormKind::kNone}) {

@@ -114,7 +114,8 @@ class AttachTest : public ::testing::Test {
     const int fd = ::memfd_create("chunk", MFD_CLOEXEC);
     ASSERT_EQ(::ftruncate(fd, kChunkBytes), 0);
     const_cast<ChunkFiles&>(*files_).read_write = FileDescriptor(fd);
-    const_cast<ChunkFiles&>(*files_).read_only = FileDescriptor(::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDONLY | O_CLOEXEC));
+    const_cast<ChunkFiles&>(*files_).read_only =
+        FileDescriptor(::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDONLY | O_CLOEXEC));
     metadata_ = FileDescriptor(::memfd_create("metadata", MFD_CLOEXEC));
     ASSERT_EQ(::ftruncate(metadata_.get(), 4096), 0);
     start({});
@@ -131,7 +132,8 @@ class AttachTest : public ::testing::Test {
     options.build = "test";
     AttachPoolSet set{"default", format_of("raw"), {40, 0, 0}, {9600, 0, 0}};
     AttachServer::Sources sources{[this](PoolId pool, ChunkIndex) { return pool == PoolId(0) ? files_ : nullptr; }, metadata_.get(), 4096};
-    auto made = AttachServer::start(std::move(options), {set}, sources, registry_, [this](Message message) { return core_.post(std::move(message)); }, log_);
+    auto made = AttachServer::start(
+        std::move(options), {set}, sources, registry_, [this](Message message) { return core_.post(std::move(message)); }, log_);
     ASSERT_TRUE(made.ok()) << made.status();
     server_ = *std::move(made);
   }
@@ -161,7 +163,8 @@ class AttachTest : public ::testing::Test {
       const std::string bytes = std::string(reinterpret_cast<const char*>(&header), sizeof(header)) + body;
       send_datagram(socket.get(), std::as_bytes(std::span(bytes)), {}, true);
     }
-    void hello(const std::string& pool, const std::string& format, uint32_t views, uint64_t previous = 0, std::vector<attach::PageRefWire> held = {}) {
+    void hello(const std::string& pool, const std::string& format, uint32_t views, uint64_t previous = 0,
+               std::vector<attach::PageRefWire> held = {}) {
       attach::Hello body;
       body.previous_session = previous;
       body.views = views;
@@ -221,7 +224,8 @@ TEST_F(AttachTest, a_client_gets_session_secret_layout_and_both_views_of_each_ch
   ASSERT_EQ(client.hear().type, attach::Type::kChunks);
   EXPECT_EQ(client.body<attach::Chunks>().count, 2u);
   ASSERT_EQ(client.datagram.fds.size(), 4u);
-  EXPECT_EQ(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, client.datagram.fds[0].get(), 0), MAP_FAILED) << "read only comes first";
+  EXPECT_EQ(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, client.datagram.fds[0].get(), 0), MAP_FAILED)
+      << "read only comes first";
   void* writable = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, client.datagram.fds[1].get(), 0);
   EXPECT_NE(writable, MAP_FAILED);
   ::munmap(writable, 4096);
@@ -253,7 +257,8 @@ TEST_F(AttachTest, another_format_is_refused_with_both_printed_and_the_core_hear
   client.hello("default", format_of("deepseek-v4-flash"), attach::kReadOnlyView);
   ASSERT_EQ(client.hear().type, attach::Type::kAnswer);
   EXPECT_EQ(client.body<attach::Answer>().error, static_cast<uint32_t>(ErrorCode::kFormatMismatch));
-  EXPECT_THAT(client.text_after(sizeof(attach::Answer)), AllOf(HasSubstr("--- ours"), HasSubstr("--- theirs"), HasSubstr("name raw"), HasSubstr("name deepseek-v4-flash")));
+  EXPECT_THAT(client.text_after(sizeof(attach::Answer)),
+              AllOf(HasSubstr("--- ours"), HasSubstr("--- theirs"), HasSubstr("name raw"), HasSubstr("name deepseek-v4-flash")));
   EXPECT_EQ(static_cast<int>(client.hear().type), 0) << "closed";
   EXPECT_TRUE(core_.last_attach.pool_set.empty());
 }

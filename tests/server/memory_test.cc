@@ -4,8 +4,8 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -111,7 +111,8 @@ TEST(HostMemory, a_chunk_lies_at_its_place_zeroed_sealed_and_private) {
   EXPECT_EQ(found.st_mode & 0777u, 0600u);
   EXPECT_EQ(found.st_size, kChunkBytes);
   EXPECT_GE(found.st_blocks * 512, kChunkBytes) << "all of its pages exist before anyone writes";
-  EXPECT_EQ(::fcntl(files->read_write.get(), F_GET_SEALS) & (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL), F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  EXPECT_EQ(::fcntl(files->read_write.get(), F_GET_SEALS) & (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL),
+            F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   EXPECT_NE(::fcntl(files->read_write.get(), F_GETFD) & FD_CLOEXEC, 0);
   EXPECT_NE(::ftruncate(files->read_write.get(), 4096), 0);
   EXPECT_NE(::ftruncate(files->read_write.get(), 2 * kChunkBytes), 0);

@@ -141,9 +141,11 @@ TEST(MetricsDocument, rules_and_dashboards_name_only_metrics_that_exist) {
     const std::string text = file_text(file);
     std::set<std::string> recorded;
     const std::regex record("record: *([a-zA-Z0-9_:]+)");
-    for (auto found = std::sregex_iterator(text.begin(), text.end(), record); found != std::sregex_iterator(); ++found) recorded.insert((*found)[1]);
+    for (auto found = std::sregex_iterator(text.begin(), text.end(), record); found != std::sregex_iterator(); ++found)
+      recorded.insert((*found)[1]);
     const std::string rules = file_text("monitoring/needle.rules.yml");
-    for (auto found = std::sregex_iterator(rules.begin(), rules.end(), record); found != std::sregex_iterator(); ++found) recorded.insert((*found)[1]);
+    for (auto found = std::sregex_iterator(rules.begin(), rules.end(), record); found != std::sregex_iterator(); ++found)
+      recorded.insert((*found)[1]);
     // A rule group's name is its own.
     const std::string spoken = std::regex_replace(text, std::regex("- name: *[a-z_]+"), "");
     int seen = 0;

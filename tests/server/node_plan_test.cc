@@ -139,7 +139,8 @@ TEST(AdvertisedHost, refuses_what_no_peer_can_dial_and_names_the_option) {
 
 TEST(NodePlan, impossible_budgets_name_what_would_do) {
   EXPECT_THAT(refusal(plan_of({"--memory-bytes=48G"})), AllOf(HasSubstr("49152 MiB"), HasSubstr("24576 MiB available")));
-  EXPECT_THAT(refusal(plan_of({"--memory-bytes=66M", "--memory-scratch-bytes=32M", "--memory-chunk-bytes=32M"})), HasSubstr("one chunk of each kind"));
+  EXPECT_THAT(refusal(plan_of({"--memory-bytes=66M", "--memory-scratch-bytes=32M", "--memory-chunk-bytes=32M"})),
+              HasSubstr("one chunk of each kind"));
   EXPECT_THAT(refusal(plan_of({}, 40 * kMiB)), HasSubstr("scratch"));
   EXPECT_THAT(refusal(plan_of({"--memory-chunk-bytes=2M", "--pool", "a:model=deepseek-v3.2"})), HasSubstr("do not hold one paged page"));
   EXPECT_THAT(refusal(plan_of({"--listen-grpc=127.0.0.1:9", "--listen-metrics=127.0.0.1:9"})), HasSubstr("both"));

@@ -51,10 +51,18 @@ TEST(Options, flags_beat_variables_and_variables_beat_the_file) {
   EXPECT_EQ(parsed->options.memory_chunk_bytes, 64 * kMiB);
   EXPECT_EQ(parsed->options.memory_scratch_bytes, 4 * kMiB);
   for (const OptionProvenance& row : parsed->provenance) {
-    if (row.name == "memory.bytes") { EXPECT_EQ(row.source, "flag --memory-bytes"); }
-    if (row.name == "memory.chunk_bytes") { EXPECT_EQ(row.source, "environment NEEDLE_MEMORY_CHUNK_BYTES"); }
-    if (row.name == "memory.scratch_bytes") { EXPECT_EQ(row.source, "file test.toml"); }
-    if (row.name == "lease.duration") { EXPECT_EQ(row.source, "default"); }
+    if (row.name == "memory.bytes") {
+      EXPECT_EQ(row.source, "flag --memory-bytes");
+    }
+    if (row.name == "memory.chunk_bytes") {
+      EXPECT_EQ(row.source, "environment NEEDLE_MEMORY_CHUNK_BYTES");
+    }
+    if (row.name == "memory.scratch_bytes") {
+      EXPECT_EQ(row.source, "file test.toml");
+    }
+    if (row.name == "lease.duration") {
+      EXPECT_EQ(row.source, "default");
+    }
   }
 }
 
@@ -115,7 +123,8 @@ TEST(Options, an_impossible_value_names_key_value_and_limit) {
 }
 
 TEST(Options, values_that_contradict_each_other_are_both_named) {
-  EXPECT_THAT(refusal(read({"--memory-bytes=1G", "--memory-fraction=0.5"})), AllOf(HasSubstr("memory.bytes"), HasSubstr("memory.fraction")));
+  EXPECT_THAT(refusal(read({"--memory-bytes=1G", "--memory-fraction=0.5"})),
+              AllOf(HasSubstr("memory.bytes"), HasSubstr("memory.fraction")));
   EXPECT_THAT(refusal(read({"--session-silence=900ms"})), AllOf(HasSubstr("session.silence"), HasSubstr("session.heartbeat")));
   EXPECT_THAT(refusal(read({"--ship-deadline=1h"})), AllOf(HasSubstr("ship.deadline"), HasSubstr("ship.deadline_max")));
   EXPECT_THAT(refusal(read({"--memory-bytes=2G", "--memory-bytes-max=1G"})), HasSubstr("memory.bytes_max"));

@@ -21,8 +21,9 @@ namespace {
 // Chunks of 1000 bytes with pages of 300: three pages a chunk, and gaps between.
 class PoolTest : public ::testing::Test {
  protected:
-  PoolTest() : metadata_(Pool::pages_max(kShape) * RecordTable::kBytesPerPage),
-               pool_(PoolId(0), kShape, EvictionPolicy::kLeavesFirst, RecordTable(metadata_, PoolId(0), 0, Pool::pages_max(kShape))) {
+  PoolTest()
+      : metadata_(Pool::pages_max(kShape) * RecordTable::kBytesPerPage),
+        pool_(PoolId(0), kShape, EvictionPolicy::kLeavesFirst, RecordTable(metadata_, PoolId(0), 0, Pool::pages_max(kShape))) {
     pool_.add_chunk(ChunkIndex(0));
     pool_.add_chunk(ChunkIndex(1));
   }

@@ -26,9 +26,9 @@
 namespace needle::server {
 namespace {
 
+using needle::testing::free_port;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using needle::testing::free_port;
 
 // A daemon without its main(): raw keys in a small pool, no transport unless asked for.
 class RunningNode {
@@ -37,19 +37,33 @@ class RunningNode {
     folder_ = folder + "/" + name;
     (void)!::system(("mkdir -p " + folder_).c_str());
     grpc_ = "127.0.0.1:" + std::to_string(free_port());
-    std::vector<std::string> arguments = {"--name", name, "--node-runtime-dir", folder_, "--listen-grpc", grpc_, "--listen-metrics", "127.0.0.1:" + std::to_string(free_port()),
-                                          "--memory-bytes=96M", "--memory-scratch-bytes=4M", "--memory-huge-pages=off", "--pool", "default:model=raw,ratio_paged=6,ratio_window=2,ratio_state=2"};
+    std::vector<std::string> arguments = {"--name",
+                                          name,
+                                          "--node-runtime-dir",
+                                          folder_,
+                                          "--listen-grpc",
+                                          grpc_,
+                                          "--listen-metrics",
+                                          "127.0.0.1:" + std::to_string(free_port()),
+                                          "--memory-bytes=96M",
+                                          "--memory-scratch-bytes=4M",
+                                          "--memory-huge-pages=off",
+                                          "--pool",
+                                          "default:model=raw,ratio_paged=6,ratio_window=2,ratio_state=2"};
     arguments.insert(arguments.end(), more.begin(), more.end());
     const absl::StatusOr<ParsedOptions> parsed = parse_options(arguments, {});
     EXPECT_TRUE(parsed.ok()) << parsed.status();
-    const absl::StatusOr<NodePlan> plan = plan_node(parsed->options, {.available_bytes = available_memory_bytes(), .host_name = "test", .xdg_runtime_dir = folder});
+    const absl::StatusOr<NodePlan> plan =
+        plan_node(parsed->options, {.available_bytes = available_memory_bytes(), .host_name = "test", .xdg_runtime_dir = folder});
     EXPECT_TRUE(plan.ok()) << plan.status();
     absl::StatusOr<std::unique_ptr<Node>> node = Node::start(*parsed, *plan, store_, {}, log_);
     if (!node.ok()) throw std::runtime_error(std::string(node.status().message()));
     if (node.ok()) node_ = *std::move(node);
   }
 
-  std::shared_ptr<grpc::Channel> local() const { return grpc::CreateChannel("unix:" + folder_ + "/grpc.sock", grpc::InsecureChannelCredentials()); }
+  std::shared_ptr<grpc::Channel> local() const {
+    return grpc::CreateChannel("unix:" + folder_ + "/grpc.sock", grpc::InsecureChannelCredentials());
+  }
   std::shared_ptr<grpc::Channel> remote() const { return grpc::CreateChannel(grpc_, grpc::InsecureChannelCredentials()); }
   const std::string& address() const { return grpc_; }
   std::string attach_path() const { return folder_ + "/attach.sock"; }
@@ -66,7 +80,8 @@ class RunningNode {
 // A caller with a session: each call() gives the status; `error` and `retry_after_ms` are what the trailing metadata said.
 class Caller {
  public:
-  explicit Caller(std::shared_ptr<grpc::Channel> channel) : channel_(std::move(channel)), stub_(v1::Needle::NewStub(channel_)), operator_(v1::Operator::NewStub(channel_)) {}
+  explicit Caller(std::shared_ptr<grpc::Channel> channel)
+      : channel_(std::move(channel)), stub_(v1::Needle::NewStub(channel_)), operator_(v1::Operator::NewStub(channel_)) {}
 
   grpc::Status open(const std::string& pool = "", const std::string& format = "") {
     v1::OpenSessionRequest request;
@@ -98,11 +113,13 @@ class Caller {
     secret.assign(reinterpret_cast<const char*>(welcome.secret), sizeof(welcome.secret));
   }
   template <class Request, class Reply>
-  grpc::Status call(grpc::Status (v1::Needle::Stub::*verb)(grpc::ClientContext*, const Request&, Reply*), const Request& request, Reply* reply) {
+  grpc::Status call(grpc::Status (v1::Needle::Stub::*verb)(grpc::ClientContext*, const Request&, Reply*), const Request& request,
+                    Reply* reply) {
     return finish([&](grpc::ClientContext* context) { return (stub_.get()->*verb)(context, request, reply); });
   }
   template <class Request, class Reply>
-  grpc::Status operate(grpc::Status (v1::Operator::Stub::*verb)(grpc::ClientContext*, const Request&, Reply*), const Request& request, Reply* reply) {
+  grpc::Status operate(grpc::Status (v1::Operator::Stub::*verb)(grpc::ClientContext*, const Request&, Reply*), const Request& request,
+                       Reply* reply) {
     return finish([&](grpc::ClientContext* context) { return (operator_.get()->*verb)(context, request, reply); });
   }
   v1::Occupancy paged() {
@@ -127,7 +144,8 @@ class Caller {
       seal.mutable_pages()->add_name_low(static_cast<uint64_t>(page) + 1);
       seal.mutable_pages()->add_checksum(0);
     }
-    const int64_t window_pages = std::min<int64_t>(reserved.view().window_size(), 1 + (tokens - 1) / 64 - std::max<int64_t>(0, tokens - 128) / 64);
+    const int64_t window_pages =
+        std::min<int64_t>(reserved.view().window_size(), 1 + (tokens - 1) / 64 - std::max<int64_t>(0, tokens - 128) / 64);
     for (int64_t page = 0; page < window_pages; ++page) seal.add_window_checksums(0);
     v1::SealReply sealed;
     return call(&v1::Needle::Stub::Seal, seal, &sealed);
@@ -320,7 +338,8 @@ TEST_F(ServiceTest, a_resize_is_rehearsed_then_applied_and_a_stale_revision_refu
   status = caller.operate(&v1::Operator::Stub::Resize, resize, &reply);
   ASSERT_TRUE(status.ok()) << status.error_message();
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-  while (caller.paged().capacity() <= before && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  while (caller.paged().capacity() <= before && std::chrono::steady_clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
   EXPECT_GT(caller.paged().capacity(), before);
   resize.set_revision(1);
   resize.set_budget_bytes(96 * kMiB);
@@ -352,7 +371,8 @@ TEST_F(ServiceTest, daemon_side_reads_find_a_stored_key_first) {
   v1::ReadTopkReply reply;
   const grpc::Status status = caller.call(&v1::Needle::Stub::ReadTopk, request, &reply);
   ASSERT_TRUE(status.ok()) << status.error_message();
-  EXPECT_EQ(std::vector<int>(reply.positions().begin(), reply.positions().end()), (std::vector<int>{0, 1, 2, 3, 4})) << "ties go to the lower position";
+  EXPECT_EQ(std::vector<int>(reply.positions().begin(), reply.positions().end()), (std::vector<int>{0, 1, 2, 3, 4}))
+      << "ties go to the lower position";
   EXPECT_EQ(reply.counts(0), 5u);
   v1::ReadEntriesRequest entries;
   entries.set_sequence(7);
@@ -430,16 +450,23 @@ TEST_F(ServiceTest, a_drain_refuses_new_work_and_says_so_in_health) {
   v1::StatusReply status;
   ASSERT_TRUE(caller.operate(&v1::Operator::Stub::Status, v1::Empty(), &status).ok());
   for (const v1::Facet& facet : status.facets()) {
-    if (facet.name() == "ready") { EXPECT_FALSE(facet.serving()); }
-    if (facet.name() == "live") { EXPECT_TRUE(facet.serving()); }
+    if (facet.name() == "ready") {
+      EXPECT_FALSE(facet.serving());
+    }
+    if (facet.name() == "live") {
+      EXPECT_TRUE(facet.serving());
+    }
   }
 }
 
 TEST_F(ServiceTest, a_port_that_is_taken_is_a_clean_error) {
   RunningNode first(folder_, "a");
-  const absl::StatusOr<ParsedOptions> parsed = parse_options({"--name=b", "--node-runtime-dir=" + folder_, "--listen-grpc=" + first.address(), "--memory-bytes=96M",
-                                                              "--memory-scratch-bytes=4M", "--transport-kind=none", "--pool=default:model=raw"}, {});
-  const absl::StatusOr<NodePlan> plan = plan_node(parsed->options, {.available_bytes = available_memory_bytes(), .host_name = "test", .xdg_runtime_dir = folder_});
+  const absl::StatusOr<ParsedOptions> parsed =
+      parse_options({"--name=b", "--node-runtime-dir=" + folder_, "--listen-grpc=" + first.address(), "--memory-bytes=96M",
+                     "--memory-scratch-bytes=4M", "--transport-kind=none", "--pool=default:model=raw"},
+                    {});
+  const absl::StatusOr<NodePlan> plan =
+      plan_node(parsed->options, {.available_bytes = available_memory_bytes(), .host_name = "test", .xdg_runtime_dir = folder_});
   ASSERT_TRUE(plan.ok()) << plan.status();
   SilentLog log;
   NoDescriptorStore store;

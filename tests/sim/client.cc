@@ -105,9 +105,10 @@ void Client::attach() {
     }
     world_.deliver_call<Attach>(node_, request, [this, request, life, daemon_life](const absl::StatusOr<Attach::Reply>& reply) {
       if (life != life_) {
-        if (reply.ok() && !remote_) world_.at(0, [this, reply, daemon_life] {
-          if (node_.life == daemon_life && node_.is_up()) world_.deliver(node_, ProcessDied{reply->session});
-        });
+        if (reply.ok() && !remote_)
+          world_.at(0, [this, reply, daemon_life] {
+            if (node_.life == daemon_life && node_.is_up()) world_.deliver(node_, ProcessDied{reply->session});
+          });
         return;
       }
       if (reply.ok()) node_.sessions[reply->session] = this;
@@ -237,9 +238,10 @@ void Client::session_is_stale(const std::string& why) {
 void Client::launch(const std::shared_ptr<Job>&, std::vector<std::function<void()>> kernels, std::function<void()> done) {
   const auto left = std::make_shared<size_t>(kernels.size());
   const uint64_t era = era_;
-  if (kernels.empty()) return soon(0, [this, era, done] {
-    if (era == era_) done();
-  });
+  if (kernels.empty())
+    return soon(0, [this, era, done] {
+      if (era == era_) done();
+    });
   for (std::function<void()>& kernel : kernels) {
     ++kernels_;
     const int64_t long_ns = world_.rng().chance(0.05) ? 400 * kMs : 3 * kMs;
@@ -247,9 +249,10 @@ void Client::launch(const std::shared_ptr<Job>&, std::vector<std::function<void(
       if (life != life_) return;  // died with its process
       kernel();
       --kernels_;
-      if (--*left == 0) soon(0, [this, era, done] {
-        if (era == era_) done();
-      });
+      if (--*left == 0)
+        soon(0, [this, era, done] {
+          if (era == era_) done();
+        });
       if (kernels_ > 0) return;
       const std::vector<std::function<void()>> waiters = std::move(fence_waiters_);
       fence_waiters_.clear();
@@ -267,9 +270,10 @@ void Client::when_fenced(std::function<void()> then) {
 
 void Client::work() {
   if (!attached_ || world_.is_over()) return;
-  if (jobs_.size() >= 3) return soon(20 * kMs, [this, era = era_] {
-    if (era == era_) work();
-  });
+  if (jobs_.size() >= 3)
+    return soon(20 * kMs, [this, era = era_] {
+      if (era == era_) work();
+    });
   const std::shared_ptr<Job> job = make_job(*this);
   jobs_.insert(job);
   job->start();

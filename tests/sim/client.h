@@ -45,7 +45,7 @@ class Client {
   void wake();
   bool is_stopped() const { return stopped_; }
   void receive(SessionId session, SessionEvent event);  // in order, as a stream socket has it
-  void daemon_gone();  // the attach socket of its daemon closed
+  void daemon_gone();                                   // the attach socket of its daemon closed
 
   // Runs `action` as this process after a delay: deferred while stopped, dropped when dead.
   void soon(int64_t delay_ns, std::function<void()> action);
@@ -92,12 +92,12 @@ class Client {
   bool stopped_ = false;
   bool attached_ = false;
   bool attaching_ = false;
-  uint64_t life_ = 0;      // of the process
-  uint64_t era_ = 0;       // of the session: calls and jobs of an earlier one are dropped
+  uint64_t life_ = 0;  // of the process
+  uint64_t era_ = 0;   // of the session: calls and jobs of an earlier one are dropped
   int64_t pid_ = 0;
   uint64_t instance_ = 0;
   SessionId session_;
-  int64_t kernels_ = 0;    // in flight
+  int64_t kernels_ = 0;        // in flight
   uint64_t memory_epoch_ = 0;  // of the host's chunks that it maps
   Epoch epoch_;
   std::vector<std::function<void()>> fence_waiters_;
@@ -108,7 +108,7 @@ class Client {
   std::set<std::pair<PoolId, ChunkIndex>> mapped_;
   std::vector<std::pair<SessionId, SessionEvent>> early_;  // events that overtook the attach's own reply
   int64_t last_event_ns_ = 0;
-  PageRef once_held_;  // given back, and sometimes claimed again by mistake: a stale handle
+  PageRef once_held_;                             // given back, and sometimes claimed again by mistake: a stale handle
   std::map<LeaseId, std::vector<PageRef>> held_;  // pages of open leases, to ask for again after a daemon restart
 };
 

@@ -37,7 +37,8 @@ class EngineJob final : public Job {
   void stop_at(const absl::Status& status, const std::string& doing) {
     note(doing + " ended with " + std::string(status.message()));
     const bool ran_out = client_.is_remote() && is_error(status, ErrorCode::kLeaseExpired);  // before the answer came
-    if (!is_expected(status) && !ran_out) world().violated(client_.name() + " met an unexpected error while " + doing + ": " + status.ToString());
+    if (!is_expected(status) && !ran_out)
+      world().violated(client_.name() + " met an unexpected error while " + doing + ": " + status.ToString());
     end();
   }
 
@@ -171,17 +172,16 @@ class EngineJob final : public Job {
   }
 
   void write_resume_point() {
-    const auto ready = std::find_if(slots_.begin(), slots_.end(), [&](const ResumeSlot& slot) {
-      return slot.tokens <= view_.pages_sealed * page_tokens();
-    });
+    const auto ready = std::find_if(slots_.begin(), slots_.end(),
+                                    [&](const ResumeSlot& slot) { return slot.tokens <= view_.pages_sealed * page_tokens(); });
     if (ready == slots_.end() || rng().chance(0.2)) return pause([this] { write_on(); });
     const ResumeSlot slot = *ready;
     slots_.erase(ready);
     std::vector<std::function<void()>> kernels;
     const auto [first, last] = window_blocks(slot.tokens);
     for (int64_t block = first; block < last; ++block) {
-      kernels.push_back(kernel(window(slot.window[static_cast<size_t>(block - first)]),
-                               story_->window_page(slot.tokens, page_tokens(), block), block));
+      kernels.push_back(
+          kernel(window(slot.window[static_cast<size_t>(block - first)]), story_->window_page(slot.tokens, page_tokens(), block), block));
     }
     kernels.push_back(kernel(state(slot.state), story_->state_record(slot.tokens, page_tokens()), 0));
     launch(std::move(kernels), [this, slot] {
@@ -218,7 +218,8 @@ class EngineJob final : public Job {
     for (int64_t page = view_.pages_sealed; (page + 1) * page_tokens() <= tokens; ++page) {
       request.pages.push_back({story_->name(page + 1), checksum_of(paged(view_.paged[static_cast<size_t>(page)]))});
     }
-    if (tokens % page_tokens() != 0) request.partial_checksum = checksum_of(paged(view_.paged[static_cast<size_t>(tokens / page_tokens())]));
+    if (tokens % page_tokens() != 0)
+      request.partial_checksum = checksum_of(paged(view_.paged[static_cast<size_t>(tokens / page_tokens())]));
     const auto [first, last] = window_blocks(tokens);
     for (int64_t block = first; block < last; ++block) request.window_checksums.push_back(checksum_of(window(ring_page(block))));
     request.state_checksum = checksum_of(state(view_.state));
@@ -345,9 +346,8 @@ class EngineJob final : public Job {
     call<Acquire>(request, [this, then, lease = request.lease](const absl::StatusOr<Acquire::Reply>& reply) {
       if (!reply.ok()) {
         // A copy of the request may still be on its way: the release makes sure that it opens nothing.
-        return call<Release>({session(), lease}, [this, status = reply.status()](const absl::StatusOr<Nothing>&) {
-          stop_at(status, "acquiring");
-        });
+        return call<Release>({session(), lease},
+                             [this, status = reply.status()](const absl::StatusOr<Nothing>&) { stop_at(status, "acquiring"); });
       }
       then(reply->lease, reply->table);
     });
@@ -360,8 +360,8 @@ class EngineJob final : public Job {
       const int64_t full = table.tokens / page_tokens();
       for (size_t i = 0; i < table.paged.size(); ++i) {
         const int64_t position = static_cast<int64_t>(i);
-        wanted.push_back({paged(table.paged[i]), position < full ? story_->full_page(position) : story_->partial_page(table.tokens, page_tokens()),
-                          position});
+        wanted.push_back({paged(table.paged[i]),
+                          position < full ? story_->full_page(position) : story_->partial_page(table.tokens, page_tokens()), position});
       }
       const auto [first, last] = window_blocks(table.tokens);
       if (static_cast<int64_t>(table.window.size()) != last - first) {
@@ -369,7 +369,8 @@ class EngineJob final : public Job {
                          std::to_string(last - first) + " cover the window");
       }
       for (int64_t block = first; block < std::min<int64_t>(last, first + static_cast<int64_t>(table.window.size())); ++block) {
-        wanted.push_back({window(table.window[static_cast<size_t>(block - first)]), story_->window_page(table.tokens, page_tokens(), block), block});
+        wanted.push_back(
+            {window(table.window[static_cast<size_t>(block - first)]), story_->window_page(table.tokens, page_tokens(), block), block});
       }
       read_next(lease, std::move(wanted), 0, "");
     });
@@ -392,11 +393,13 @@ class EngineJob final : public Job {
         end();
       });
     }
-    const int64_t delay_ns = rng().chance(0.15) ? rng().between(0, 2 * node().options.lease_ms) * 1'000'000 : rng().between(0, 20) * 1'000'000;
+    const int64_t delay_ns =
+        rng().chance(0.15) ? rng().between(0, 2 * node().options.lease_ms) * 1'000'000 : rng().between(0, 20) * 1'000'000;
     client_.soon(delay_ns, [this, self = shared_from_this(), was = session(), lease, wanted = std::move(wanted), at, wrong]() mutable {
       if (was != session()) return;
       const std::span<const std::byte> bytes = node().page(wanted[at].ref);
-      std::string found = bytes.empty() ? "the page has no memory" : what_is_wrong(bytes, wanted[at].content, static_cast<uint32_t>(wanted[at].position));
+      std::string found =
+          bytes.empty() ? "the page has no memory" : what_is_wrong(bytes, wanted[at].content, static_cast<uint32_t>(wanted[at].position));
       ++world().totals().pages_verified;
       read_next(lease, std::move(wanted), at + 1, wrong.empty() ? std::move(found) : std::move(wrong));
     });
@@ -426,14 +429,11 @@ class EngineJob final : public Job {
     call<ShipStart>(request, [this](const absl::StatusOr<Nothing>& reply) {
       const bool ended = is_error(reply.status(), ErrorCode::kConsumed);  // a late repeat of the start: the wait tells how
       if (!reply.ok() && !ended) {
-        return call<ShipCancel>({session(), ticket_}, [this, status = reply.status()](const absl::StatusOr<Nothing>&) {
-          stop_at(status, "starting a ship");
-        });
+        return call<ShipCancel>({session(), ticket_},
+                                [this, status = reply.status()](const absl::StatusOr<Nothing>&) { stop_at(status, "starting a ship"); });
       }
       if (rng().chance(0.1)) {
-        pause([this] {
-          call<ShipCancel>({session(), ticket_}, [](const absl::StatusOr<Nothing>&) {});
-        });
+        pause([this] { call<ShipCancel>({session(), ticket_}, [](const absl::StatusOr<Nothing>&) {}); });
       }
       if (rng().chance(0.2)) call<ShipProgress>({session(), ticket_}, [](const absl::StatusOr<ShipProgress::Reply>&) {});
       call<ShipWait>({session(), ticket_}, [this](const absl::StatusOr<ShipWait::Reply>& done) {

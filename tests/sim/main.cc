@@ -113,8 +113,10 @@ bool parse_faults(const std::string& list, Faults& faults) {
 }
 
 int usage(const std::string& problem) {
-  std::fprintf(stderr, "needle_sim: %s\nusage: needle_sim [--seed N | --seeds A..B] [--operations N] [--faults LIST] [--history] "
-                       "[--lines N] [--probes] [--list-faults]\n", problem.c_str());
+  std::fprintf(stderr,
+               "needle_sim: %s\nusage: needle_sim [--seed N | --seeds A..B] [--operations N] [--faults LIST] [--history] "
+               "[--lines N] [--probes] [--list-faults]\n",
+               problem.c_str());
   return 2;
 }
 
@@ -135,14 +137,15 @@ int run(const Arguments& arguments) {
     print_history(replay.history, arguments.lines);
     return 1;
   }
-  std::printf("needle_sim: seeds %llu..%llu, faults %s: %lld operations, %lld steps, %lld pages verified, %lld kills at a metadata write, "
-              "0 violations\n",
-              static_cast<unsigned long long>(arguments.first_seed), static_cast<unsigned long long>(arguments.last_seed),
-              names_of(arguments.faults).c_str(), static_cast<long long>(totals.operations), static_cast<long long>(totals.steps),
-              static_cast<long long>(totals.pages_verified), static_cast<long long>(totals.kills_at_write));
+  std::printf(
+      "needle_sim: seeds %llu..%llu, faults %s: %lld operations, %lld steps, %lld pages verified, %lld kills at a metadata write, "
+      "0 violations\n",
+      static_cast<unsigned long long>(arguments.first_seed), static_cast<unsigned long long>(arguments.last_seed),
+      names_of(arguments.faults).c_str(), static_cast<long long>(totals.operations), static_cast<long long>(totals.steps),
+      static_cast<long long>(totals.pages_verified), static_cast<long long>(totals.kills_at_write));
   if (arguments.prints_probes) {
-    for (const auto& [name, count] : totals.probes) std::printf("  %-28s %llu%s\n", name.c_str(), static_cast<unsigned long long>(count),
-                                                                count == 0 ? "   <- never reached" : "");
+    for (const auto& [name, count] : totals.probes)
+      std::printf("  %-28s %llu%s\n", name.c_str(), static_cast<unsigned long long>(count), count == 0 ? "   <- never reached" : "");
   }
   return 0;
 }

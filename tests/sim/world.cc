@@ -24,11 +24,16 @@ std::string describe(PageRef page) {
 }  // namespace
 
 const std::vector<std::pair<std::string, bool Faults::*>>& Faults::table() {
-  static const std::vector<std::pair<std::string, bool Faults::*>> rows = {
-      {"loss", &Faults::loss},           {"partition", &Faults::partition},     {"slow", &Faults::slow},
-      {"kill_daemon", &Faults::kill_daemon}, {"stop_daemon", &Faults::stop_daemon}, {"kill_client", &Faults::kill_client},
-      {"stop_client", &Faults::stop_client}, {"memory", &Faults::memory},           {"clock", &Faults::clock},
-      {"corrupt", &Faults::corrupt}};
+  static const std::vector<std::pair<std::string, bool Faults::*>> rows = {{"loss", &Faults::loss},
+                                                                           {"partition", &Faults::partition},
+                                                                           {"slow", &Faults::slow},
+                                                                           {"kill_daemon", &Faults::kill_daemon},
+                                                                           {"stop_daemon", &Faults::stop_daemon},
+                                                                           {"kill_client", &Faults::kill_client},
+                                                                           {"stop_client", &Faults::stop_client},
+                                                                           {"memory", &Faults::memory},
+                                                                           {"clock", &Faults::clock},
+                                                                           {"corrupt", &Faults::corrupt}};
   return rows;
 }
 
@@ -232,9 +237,7 @@ int64_t World::message_delay_ns(NodeId, NodeId) {
   return rng_.between(10, rng_.chance(0.1) ? 3 * delay_us_max_ : delay_us_max_ / 4 + 10) * 1'000;
 }
 
-bool World::process_runs(NodeId id, Incarnation incarnation) {
-  return process_exists(id, incarnation) && !nodes_[id.value()]->stopped;
-}
+bool World::process_runs(NodeId id, Incarnation incarnation) { return process_exists(id, incarnation) && !nodes_[id.value()]->stopped; }
 
 bool World::process_exists(NodeId id, Incarnation incarnation) {
   const Node& node = *nodes_[id.value()];
@@ -246,8 +249,8 @@ std::span<std::byte> World::page_bytes(NodeId id, PageRef page) { return nodes_[
 void World::page_landed(NodeId id, PageRef page, FetchId fetch) {
   Node& node = *nodes_[id.value()];
   const auto [generation, state] = node.word(page);
-  const bool may_land = !node.page(page).empty() && generation == page.page.generation &&
-                        (state == PageState::kReserved || state == PageState::kDraining);
+  const bool may_land =
+      !node.page(page).empty() && generation == page.page.generation && (state == PageState::kReserved || state == PageState::kDraining);
   if (may_land) return;
   violated("bytes of attempt " + std::to_string(fetch.attempt) + " landed at node " + std::to_string(id.value()) + " in " + describe(page) +
            ", which is " + kPageStateNames[static_cast<size_t>(state)] + " in generation " + std::to_string(generation.value()));
@@ -553,8 +556,7 @@ void World::cause_faults() {
       // An attach socket breaks while its process lives.
       if (faults_.loss && client.is_alive() && !client.session().is_none()) deliver(client.node(), SessionLost{client.session()});
       break;
-    default:
-      break;
+    default: break;
   }
 }
 
@@ -588,9 +590,10 @@ void World::operate() {
       break;
     }
     case 6: deliver_call<Status>(node, {}, [](const absl::StatusOr<Snapshot>&) {}); break;
-    default: deliver_call<Audit>(node, {}, [this](const absl::StatusOr<Nothing>& reply) {
-      if (!reply.ok()) violated("audit: " + reply.status().ToString());
-    });
+    default:
+      deliver_call<Audit>(node, {}, [this](const absl::StatusOr<Nothing>& reply) {
+        if (!reply.ok()) violated("audit: " + reply.status().ToString());
+      });
   }
 }
 

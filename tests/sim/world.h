@@ -41,16 +41,16 @@ struct Violation {
 
 // Which kinds of fault may happen. Names are those of --faults.
 struct Faults {
-  bool loss = true;          // messages lost, doubled, late, out of order
-  bool partition = true;     // one-way and both ways
-  bool slow = true;          // receivers that take long
-  bool kill_daemon = true;   // also at any metadata write, torn, those of its start included
+  bool loss = true;         // messages lost, doubled, late, out of order
+  bool partition = true;    // one-way and both ways
+  bool slow = true;         // receivers that take long
+  bool kill_daemon = true;  // also at any metadata write, torn, those of its start included
   bool stop_daemon = true;
   bool kill_client = true;
-  bool stop_client = true;   // and wake late
-  bool memory = true;        // allocation and registration failures
-  bool clock = true;         // jumps, forward and back
-  bool corrupt = true;       // a byte flipped on the way
+  bool stop_client = true;  // and wake late
+  bool memory = true;       // allocation and registration failures
+  bool clock = true;        // jumps, forward and back
+  bool corrupt = true;      // a byte flipped on the way
 
   static const std::vector<std::pair<std::string, bool Faults::*>>& table();
 };
@@ -119,9 +119,9 @@ struct Node final : public Memory, public Outbox, public Clock {
   bool stopped = false;
   std::deque<Message> while_stopped;
   int64_t tick_at_ns = -1;
-  std::map<SessionId, Client*> sessions;           // whom the attach socket reaches
-  std::vector<std::vector<uint64_t>> words_seen;   // a pool each: words at the last check, to notice seals
-  std::map<std::string, uint64_t> probes;          // of earlier lives
+  std::map<SessionId, Client*> sessions;          // whom the attach socket reaches
+  std::vector<std::vector<uint64_t>> words_seen;  // a pool each: words at the last check, to notice seals
+  std::map<std::string, uint64_t> probes;         // of earlier lives
 };
 
 class World final : public SimFabricHost {
@@ -151,7 +151,7 @@ class World final : public SimFabricHost {
   bool rpc_lost() { return !healing_ && faults_.loss && rng_.chance(loss_); }
   bool rpc_doubled() { return !healing_ && faults_.loss && rng_.chance(loss_); }
 
-  void deliver(Node& node, Message message);   // to a daemon, through its stop and its kill
+  void deliver(Node& node, Message message);  // to a daemon, through its stop and its kill
   template <class Request>
   void deliver_call(Node& node, const Request& request, std::function<void(const absl::StatusOr<typename Request::Reply>&)> done);
   void kill_daemon(Node& node, const std::string& why);
@@ -240,13 +240,12 @@ class World final : public SimFabricHost {
 // Whether a second delivery of the same request must change nothing. Attach begins a new session by design, Evict asks for
 // more each time, and a second ShipWait waits as well.
 template <class Request>
-inline constexpr bool kRepeatable = !std::is_same_v<Request, Attach> && !std::is_same_v<Request, Evict> &&
-                                    !std::is_same_v<Request, ShipWait>;
+inline constexpr bool kRepeatable =
+    !std::is_same_v<Request, Attach> && !std::is_same_v<Request, Evict> && !std::is_same_v<Request, ShipWait>;
 
 // Delivers a call; sometimes a second time at once, to see that a retry changes nothing.
 template <class Request>
-void World::deliver_call(Node& node, const Request& request,
-                         std::function<void(const absl::StatusOr<typename Request::Reply>&)> done) {
+void World::deliver_call(Node& node, const Request& request, std::function<void(const absl::StatusOr<typename Request::Reply>&)> done) {
   const auto first = std::make_shared<absl::Status>(absl::UnknownError("not answered"));
   deliver(node, Call<Request>{request, [this, done, first](absl::StatusOr<typename Request::Reply> reply) {
                                 *first = reply.status();

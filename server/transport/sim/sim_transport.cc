@@ -91,10 +91,9 @@ void SimTransport::ask_source(const FetchRequest& request) {
   const int copies = fabric_.host_.duplicates_message() ? 2 : 1;
   for (int copy = 0; copy < copies; ++copy) {
     if (!fabric_.host_.link_passes(node_, request.source)) continue;
-    fabric_.host_.after(fabric_.host_.message_delay_ns(node_, request.source),
-                        [fabric = &fabric_, request, reader = node_, life = life_] {
-                          serve(*fabric, request.source, request, reader, life);
-                        });
+    fabric_.host_.after(fabric_.host_.message_delay_ns(node_, request.source), [fabric = &fabric_, request, reader = node_, life = life_] {
+      serve(*fabric, request.source, request, reader, life);
+    });
   }
 }
 

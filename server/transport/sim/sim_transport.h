@@ -27,11 +27,11 @@ class SimFabricHost {
   virtual ~SimFabricHost() = default;
   virtual int64_t now_ns() const = 0;
   virtual void after(int64_t delay_ns, std::function<void()> action) = 0;
-  virtual bool link_passes(NodeId from, NodeId to) = 0;        // a partition says no, a lossy link sometimes
+  virtual bool link_passes(NodeId from, NodeId to) = 0;  // a partition says no, a lossy link sometimes
   virtual bool duplicates_message() = 0;
   virtual int64_t message_delay_ns(NodeId from, NodeId to) = 0;
-  virtual bool process_runs(NodeId node, Incarnation incarnation) = 0;    // alive and not stopped
-  virtual bool process_exists(NodeId node, Incarnation incarnation) = 0;  // alive, perhaps stopped
+  virtual bool process_runs(NodeId node, Incarnation incarnation) = 0;     // alive and not stopped
+  virtual bool process_exists(NodeId node, Incarnation incarnation) = 0;   // alive, perhaps stopped
   virtual std::span<std::byte> page_bytes(NodeId node, PageRef page) = 0;  // empty when the chunk has no memory
   virtual void page_landed(NodeId node, PageRef page, FetchId id) = 0;     // bytes were just written there by the fabric
   virtual void transport_ready(NodeId node) = 0;

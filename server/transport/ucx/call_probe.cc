@@ -53,7 +53,9 @@ class Pair {
     absl::StatusOr<ucp_ep_h> endpoint = open_endpoint(*reader_, listener_->address(), &Pair::on_error, this);
     if (!endpoint.ok()) return endpoint.status();
     to_source_ = *endpoint;
-    if (!progress_until([this] { return request_ != nullptr; })) return peer_error(status_, "the probe does not reach itself at " + listener_->address().text() + " (UCX wants an address that an interface carries)");
+    if (!progress_until([this] { return request_ != nullptr; }))
+      return peer_error(status_, "the probe does not reach itself at " + listener_->address().text() +
+                                     " (UCX wants an address that an interface carries)");
     endpoint = accept_endpoint(*source_, request_, &Pair::on_error, this);
     if (!endpoint.ok()) return endpoint.status();
     to_reader_ = *endpoint;
@@ -62,7 +64,9 @@ class Pair {
       ucp_request_param_t param = request_param();
       note(ucp_ep_flush_nbx(ep, &param));
     }
-    if (!progress_until([this] { return pending_ == 0; })) return peer_error(status_, "the probe does not connect to itself at " + listener_->address().text() + " (UCX wants an address that an interface carries)");
+    if (!progress_until([this] { return pending_ == 0; }))
+      return peer_error(status_, "the probe does not connect to itself at " + listener_->address().text() +
+                                     " (UCX wants an address that an interface carries)");
     for (auto [memory, bytes, from, key] : {std::tuple{&source_memory_, &source_bytes_, to_source_, &keys_[0]},
                                             std::tuple{&target_memory_, &target_bytes_, to_reader_, &keys_[1]}}) {
       absl::StatusOr<std::unique_ptr<MappedMemory>> mapped =
@@ -116,8 +120,7 @@ class Pair {
     for (int64_t page = 0; page < options_.pages; ++page) {
       const size_t at = static_cast<size_t>(page * options_.page_bytes);
       const size_t there = static_cast<size_t>(target_of(page) * options_.page_bytes);
-      wrong += std::memcmp(source_bytes_.data() + at, target_bytes_.data() + there,
-                           static_cast<size_t>(options_.page_bytes)) != 0;
+      wrong += std::memcmp(source_bytes_.data() + at, target_bytes_.data() + there, static_cast<size_t>(options_.page_bytes)) != 0;
     }
     return wrong;
   }
@@ -159,19 +162,16 @@ class Pair {
     ucp_request_param_t param = request_param();
     switch (call) {
       case Call::kGet:
-        return note(ucp_get_nbx(to_source_, target_page(page), bytes, reinterpret_cast<uint64_t>(source_page(page)),
-                                keys_[0], &param));
+        return note(ucp_get_nbx(to_source_, target_page(page), bytes, reinterpret_cast<uint64_t>(source_page(page)), keys_[0], &param));
       case Call::kPut:
-        return note(ucp_put_nbx(to_reader_, source_page(page), bytes, reinterpret_cast<uint64_t>(target_page(page)),
-                                keys_[1], &param));
+        return note(ucp_put_nbx(to_reader_, source_page(page), bytes, reinterpret_cast<uint64_t>(target_page(page)), keys_[1], &param));
       case Call::kPutVector: {
         for (size_t i = 0; i < vector_.size(); ++i) {
           vector_[i] = {source_page(page) + i * bytes / vector_.size(), bytes / vector_.size()};
         }
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE;
         param.datatype = UCP_DATATYPE_IOV;
-        note(ucp_put_nbx(to_reader_, vector_.data(), vector_.size(), reinterpret_cast<uint64_t>(target_page(page)),
-                         keys_[1], &param));
+        note(ucp_put_nbx(to_reader_, vector_.data(), vector_.size(), reinterpret_cast<uint64_t>(target_page(page)), keys_[1], &param));
         // The vector must stay until the request is done: one at a time.
         progress_until([this] { return pending_ == 0; });
         return;
@@ -181,8 +181,8 @@ class Pair {
         headers_[static_cast<size_t>(page) % headers_.size()].index = static_cast<uint64_t>(page);
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         param.flags = call == Call::kAmEager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
-        return note(ucp_am_send_nbx(to_reader_, kProbeMessage, &headers_[static_cast<size_t>(page) % headers_.size()],
-                                    sizeof(ProbePage), source_page(page), bytes, &param));
+        return note(ucp_am_send_nbx(to_reader_, kProbeMessage, &headers_[static_cast<size_t>(page) % headers_.size()], sizeof(ProbePage),
+                                    source_page(page), bytes, &param));
       }
     }
   }
@@ -284,13 +284,11 @@ bool is_on_this_host(const std::vector<std::string>& lanes) { return std::any_of
 bool reads_one_sidedly(const std::vector<std::string>& lanes) {
   static constexpr const char* kPrefixes[] = {"rc", "dc", "cuda_ipc", "cma", "xpmem", "knem"};
   return std::any_of(lanes.begin(), lanes.end(), [](const std::string& lane) {
-    return std::any_of(std::begin(kPrefixes), std::end(kPrefixes),
-                       [&](const char* prefix) { return lane.rfind(prefix, 0) == 0; });
+    return std::any_of(std::begin(kPrefixes), std::end(kPrefixes), [&](const char* prefix) { return lane.rfind(prefix, 0) == 0; });
   });
 }
 
-absl::StatusOr<Call> choose_call(const std::vector<std::string>& lanes, const std::vector<CallResult>& results,
-                                 std::string& reason) {
+absl::StatusOr<Call> choose_call(const std::vector<std::string>& lanes, const std::vector<CallResult>& results, std::string& reason) {
   const CallResult* best = nullptr;
   for (const CallResult& result : results) {
     if (!result.correct) continue;
@@ -308,12 +306,10 @@ absl::StatusOr<Call> choose_call(const std::vector<std::string>& lanes, const st
   for (const CallResult& result : results) {
     table += std::string(" ") + kCallNames[static_cast<size_t>(result.call)] + ": " + result.failure + ";";
   }
-  return make_error(ErrorCode::kImpossible, "no UCX call moves pages rightly here:" + table +
-                                                " choose other transports or another UCX");
+  return make_error(ErrorCode::kImpossible, "no UCX call moves pages rightly here:" + table + " choose other transports or another UCX");
 }
 
-absl::StatusOr<CallReport> probe_calls(Context& context, const Clock& clock, const Clock& processor_clock,
-                                       const ProbeOptions& options) {
+absl::StatusOr<CallReport> probe_calls(Context& context, const Clock& clock, const Clock& processor_clock, const ProbeOptions& options) {
   NEEDLE_CHECK(options.pages > 0 && options.pages <= 64 && options.page_bytes > 0 && options.page_bytes % 32 == 0,
                "the probe's pages are its own");
   CallReport report;
@@ -339,8 +335,8 @@ absl::StatusOr<CallReport> probe_calls(Context& context, const Clock& clock, con
     if (done) {
       const int64_t wrong = pair->wrong_pages();
       if (wrong > 0) {
-        result.failure = "reported success and wrote other bytes in " + std::to_string(wrong) + " of " +
-                         std::to_string(options.pages) + " pages";
+        result.failure =
+            "reported success and wrote other bytes in " + std::to_string(wrong) + " of " + std::to_string(options.pages) + " pages";
       }
       result.correct = wrong == 0;
     } else {
@@ -357,8 +353,7 @@ absl::StatusOr<CallReport> probe_calls(Context& context, const Clock& clock, con
 std::string describe(const CallReport& report) {
   std::string lanes;
   for (const std::string& lane : report.lanes) lanes += (lanes.empty() ? "" : "+") + lane;
-  std::string text = report.reach + " (" + lanes + "): " + kCallNames[static_cast<size_t>(report.chosen)] + ", " +
-                     report.reason + ".";
+  std::string text = report.reach + " (" + lanes + "): " + kCallNames[static_cast<size_t>(report.chosen)] + ", " + report.reason + ".";
   for (const CallResult& result : report.results) {
     char rate[48];
     std::snprintf(rate, sizeof rate, "%.2f GB/s of processor time", result.gb_per_s);

@@ -52,7 +52,7 @@ struct CallReport {
 
 struct ProbeOptions {
   std::string reach;
-  std::string host = "127.0.0.1";  // where the two workers meet
+  std::string host = "127.0.0.1";         // where the two workers meet
   int64_t page_bytes = int64_t{1} << 20;  // about a page of V4-Flash
   int64_t pages = 6;
   int64_t deadline_ms = 5'000;  // a call; what is slower is as bad as wrong
@@ -63,12 +63,10 @@ bool is_on_this_host(const std::vector<std::string>& lanes);  // any lane in sha
 bool is_host_only(const std::string& transport);
 
 // The best correct call, or IMPOSSIBLE with the table of what went wrong.
-absl::StatusOr<Call> choose_call(const std::vector<std::string>& lanes, const std::vector<CallResult>& results,
-                                 std::string& reason);
+absl::StatusOr<Call> choose_call(const std::vector<std::string>& lanes, const std::vector<CallResult>& results, std::string& reason);
 
 // Moves pages by every call. `processor_clock` gives this thread's processor time. Blocks for some tens of milliseconds.
-absl::StatusOr<CallReport> probe_calls(Context& context, const Clock& clock, const Clock& processor_clock,
-                                       const ProbeOptions& options);
+absl::StatusOr<CallReport> probe_calls(Context& context, const Clock& clock, const Clock& processor_clock, const ProbeOptions& options);
 
 // One line a call, for logs and the CLI.
 std::string describe(const CallReport& report);

@@ -21,8 +21,8 @@ const PoolPlace* Chunks::place_of(PoolId pool) const {
 absl::StatusOr<std::string> Chunks::add(PoolId pool, ChunkIndex chunk) {
   const PoolPlace* place = place_of(pool);
   if (place == nullptr || static_cast<int64_t>(chunk.value()) >= place->shape.chunks_max) {
-    return make_error(ErrorCode::kInvalid, "chunk " + std::to_string(chunk.value()) + " of pool " +
-                                               std::to_string(pool.value()) + " is none that the transport was started with");
+    return make_error(ErrorCode::kInvalid, "chunk " + std::to_string(chunk.value()) + " of pool " + std::to_string(pool.value()) +
+                                               " is none that the transport was started with");
   }
   ChunkGeometry geometry;
   geometry.first_byte = static_cast<uint64_t>(chunk.value()) * static_cast<uint64_t>(place->shape.chunk_bytes);
@@ -49,9 +49,8 @@ absl::StatusOr<std::string> Chunks::add(PoolId pool, ChunkIndex chunk) {
   if (static_cast<int64_t>(descriptor.size()) <= kDescriptorBytesMax) return descriptor;
   const bool gone = release(pool, chunk);
   NEEDLE_CHECK(gone, "nothing reads a chunk that nobody knows");
-  return make_error(ErrorCode::kImpossible, "a chunk's remote key has " + std::to_string(key.size()) +
-                                                " bytes and a descriptor takes " + std::to_string(kDescriptorBytesMax) +
-                                                " in all: name fewer devices");
+  return make_error(ErrorCode::kImpossible, "a chunk's remote key has " + std::to_string(key.size()) + " bytes and a descriptor takes " +
+                                                std::to_string(kDescriptorBytesMax) + " in all: name fewer devices");
 }
 
 std::optional<PagePlace> Chunks::find(PoolId pool, PageIndex page) const {

@@ -12,8 +12,8 @@ struct Counters {
   // reader
   std::atomic<int64_t> pages_arrived{0};
   std::atomic<int64_t> bytes_arrived{0};
-  std::atomic<int64_t> pages_dropped{0};        // late, duplicate or of a size nobody asked for
-  std::atomic<int64_t> messages_dropped{0};     // malformed, or of a link or request that is gone
+  std::atomic<int64_t> pages_dropped{0};     // late, duplicate or of a size nobody asked for
+  std::atomic<int64_t> messages_dropped{0};  // malformed, or of a link or request that is gone
   std::atomic<int64_t> links_opened{0};
   std::atomic<int64_t> links_failed{0};         // UCX reported an error
   std::atomic<int64_t> links_silent{0};         // closed because the peer said nothing
@@ -24,7 +24,7 @@ struct Counters {
   std::atomic<int64_t> source_links_now{0};
   std::atomic<int64_t> source_links_silent{0};
   std::atomic<int64_t> source_links_failed{0};
-  std::atomic<int64_t> sends_now{0};            // given to UCX and not completed
+  std::atomic<int64_t> sends_now{0};  // given to UCX and not completed
   std::atomic<int64_t> pages_queued_now{0};
 };
 

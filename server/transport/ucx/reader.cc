@@ -19,8 +19,7 @@ struct Control {
 absl::Status refusal(uint32_t cause, uint32_t position) {
   const std::string page = "page " + std::to_string(position) + " of the request";
   switch (static_cast<RefusalCause>(cause)) {
-    case RefusalCause::kQueueFull:
-      return make_error(ErrorCode::kBusy, "the source's queue is full at " + page + ": ask again");
+    case RefusalCause::kQueueFull: return make_error(ErrorCode::kBusy, "the source's queue is full at " + page + ": ask again");
     case RefusalCause::kChunkReleased:
     case RefusalCause::kUnknownPage: break;
   }
@@ -39,15 +38,15 @@ bool send_control(ucp_ep_h endpoint, MessageId id, std::string header, std::stri
     ucp_request_free(request);
   };
   param.user_data = control.get();
-  const ucs_status_ptr_t request = ucp_am_send_nbx(endpoint, id, control->header.data(), control->header.size(),
-                                                   control->payload.data(), control->payload.size(), &param);
+  const ucs_status_ptr_t request = ucp_am_send_nbx(endpoint, id, control->header.data(), control->header.size(), control->payload.data(),
+                                                   control->payload.size(), &param);
   if (UCS_PTR_IS_ERR(request)) return false;
   if (request != nullptr) control.release();  // the callback owns it
   return true;
 }
 
-Reader::Reader(WorkerThread& thread, const Chunks& chunks, Counters& counters, Log& log, HalfSettings settings,
-               PageChecksum checksum, Answer answer)
+Reader::Reader(WorkerThread& thread, const Chunks& chunks, Counters& counters, Log& log, HalfSettings settings, PageChecksum checksum,
+               Answer answer)
     : thread_(thread),
       chunks_(chunks),
       counters_(counters),
@@ -56,14 +55,12 @@ Reader::Reader(WorkerThread& thread, const Chunks& chunks, Counters& counters, L
       checksum_(std::move(checksum)),
       answer_(std::move(answer)) {}
 
-Reader::~Reader() {
-  NEEDLE_CHECK(fetches_.empty(), "a reader ends after its requests");
-}
+Reader::~Reader() { NEEDLE_CHECK(fetches_.empty(), "a reader ends after its requests"); }
 
 absl::Status Reader::listen() {
-  for (const auto& [id, callback] : {std::pair{kPage, &Reader::on_page}, std::pair{kRefused, &Reader::on_refused},
-                                     std::pair{kPong, &Reader::on_pong}, std::pair{kWelcome, &Reader::on_welcome},
-                                     std::pair{kGoodbye, &Reader::on_goodbye}}) {
+  for (const auto& [id, callback] :
+       {std::pair{kPage, &Reader::on_page}, std::pair{kRefused, &Reader::on_refused}, std::pair{kPong, &Reader::on_pong},
+        std::pair{kWelcome, &Reader::on_welcome}, std::pair{kGoodbye, &Reader::on_goodbye}}) {
     if (absl::Status status = thread_.worker().receive(id, callback, this); !status.ok()) return status;
   }
   return absl::OkStatus();
@@ -134,8 +131,7 @@ void Reader::open_link(Peer& peer, int64_t now_ns) {
   link->name = {settings_.instance, ++links_made_};
   link->heard_ns = now_ns;
   link->pinged_ns = now_ns;
-  absl::StatusOr<ucp_ep_h> endpoint =
-      open_endpoint(thread_.worker(), peer.address, &Reader::on_endpoint_error, this);
+  absl::StatusOr<ucp_ep_h> endpoint = open_endpoint(thread_.worker(), peer.address, &Reader::on_endpoint_error, this);
   if (!endpoint.ok()) {
     peer.link = std::move(link);  // without an endpoint; fail_link answers its requests
     return fail_link(peer, endpoint.status());
@@ -161,9 +157,9 @@ void Reader::fail_link(Peer& peer, absl::Status cause, Ending ending) {
   if (peer.link != nullptr && peer.link->failure.ok()) {
     peer.link->failure = cause;
     const bool fault = ending == Ending::kFault;
-    log_.write(fault ? LogLevel::kWarning : LogLevel::kInfo, fault ? "ucx_link_failed" : "ucx_link_closed",
-               {{"peer", std::to_string(peer.node.value())}, {"cause", std::string(cause.message())},
-                {"requests", std::to_string(ended.size())}});
+    log_.write(
+        fault ? LogLevel::kWarning : LogLevel::kInfo, fault ? "ucx_link_failed" : "ucx_link_closed",
+        {{"peer", std::to_string(peer.node.value())}, {"cause", std::string(cause.message())}, {"requests", std::to_string(ended.size())}});
   }
   for (FetchId id : ended) end(fetches_.at(id), cause);
 }
@@ -202,9 +198,7 @@ void Reader::close_peer(NodeId node, const absl::Status& cause) {
 
 // ------------------------------------------------------------------------------------------------------------- requests
 
-void Reader::refuse(const FetchRequest& request, absl::Status status) {
-  answer_({request.id, std::move(status), {}});
-}
+void Reader::refuse(const FetchRequest& request, absl::Status status) { answer_({request.id, std::move(status), {}}); }
 
 void Reader::fetch(FetchRequest request) {
   NEEDLE_CHECK(fetches_.find(request.id) == fetches_.end(), "a request is posted once");
@@ -246,8 +240,7 @@ void Reader::cancel(FetchId id) {
   const auto found = fetches_.find(id);
   if (found == fetches_.end() || !found->second.status.ok()) return;
   const auto peer = peers_.find(found->second.peer);
-  if (peer != peers_.end() && peer->second.link != nullptr && !peer->second.link->is_closing &&
-      peer->second.link->endpoint != nullptr) {
+  if (peer != peers_.end() && peer->second.link != nullptr && !peer->second.link->is_closing && peer->second.link->endpoint != nullptr) {
     const CancelHeader header{peer->second.link->name, id.ticket.value(), id.attempt, id.part};
     send_control(peer->second.link->endpoint, kCancel, bytes_of(header), "");
   }
@@ -305,9 +298,8 @@ void Reader::tend(Peer& peer, int64_t now_ns) {
     Link& link = *peer.link;
     if (now_ns - link.heard_ns > settings_.silence_ns) {
       counters_.links_silent.fetch_add(1);
-      fail_link(peer, make_error(ErrorCode::kPeerLost, "the source said nothing for " +
-                                                           std::to_string((now_ns - link.heard_ns) / kNanosPerMilli) +
-                                                           " ms"));
+      fail_link(peer, make_error(ErrorCode::kPeerLost,
+                                 "the source said nothing for " + std::to_string((now_ns - link.heard_ns) / kNanosPerMilli) + " ms"));
     } else if (now_ns - link.pinged_ns >= settings_.heartbeat_ns) {
       link.pinged_ns = now_ns;
       send_control(link.endpoint, kPing, bytes_of(LifeHeader{link.name}), "");
@@ -329,8 +321,7 @@ void Reader::pump(Peer& peer) {
     const size_t before = fetch.next;
     if (peer.link->call == Call::kGet) {
       Page& page = fetch.pages[fetch.next];
-      if (peer.link->bytes_in_flight > 0 &&
-          peer.link->bytes_in_flight + page.target.page_bytes > settings_.bytes_in_flight_max) {
+      if (peer.link->bytes_in_flight > 0 && peer.link->bytes_in_flight + page.target.page_bytes > settings_.bytes_in_flight_max) {
         return;
       }
       ++fetch.next;
@@ -382,15 +373,13 @@ void Reader::get(Peer& peer, Fetch& fetch, Page& page) {
     const uint64_t first = uint64_t{page.wanted.index} * geometry.page_bytes;
     return first >= geometry.first_byte && first + geometry.page_bytes <= geometry.first_byte + geometry.bytes;
   });
-  if (inside == peer.chunks.end() ||
-      inside->second.geometry.page_bytes != static_cast<uint64_t>(page.target.page_bytes)) {
+  if (inside == peer.chunks.end() || inside->second.geometry.page_bytes != static_cast<uint64_t>(page.target.page_bytes)) {
     return end(fetch, refusal(static_cast<uint32_t>(RefusalCause::kUnknownPage), page.wanted.position));
   }
   ucp_rkey_h key = key_of(peer, pool, inside->first.second);
   if (key == nullptr) return end(fetch, make_error(ErrorCode::kPeerLost, "the source's key of a chunk could not be read"));
   const ChunkGeometry& geometry = inside->second.geometry;
-  const uint64_t remote =
-      geometry.address + uint64_t{page.wanted.index} * geometry.page_bytes - geometry.first_byte;
+  const uint64_t remote = geometry.address + uint64_t{page.wanted.index} * geometry.page_bytes - geometry.first_byte;
   Landing* landing = start_landing(peer, fetch, page);
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH;
@@ -398,8 +387,8 @@ void Reader::get(Peer& peer, Fetch& fetch, Page& page) {
   param.user_data = landing;
   param.memh = page.target.memory;
   add_in_flight(peer, page.target.page_bytes);
-  const ucs_status_ptr_t request = ucp_get_nbx(peer.link->endpoint, page.target.bytes,
-                                               static_cast<size_t>(page.target.page_bytes), remote, key, &param);
+  const ucs_status_ptr_t request =
+      ucp_get_nbx(peer.link->endpoint, page.target.bytes, static_cast<size_t>(page.target.page_bytes), remote, key, &param);
   if (UCS_PTR_IS_PTR(request)) return;
   landed(landing, UCS_PTR_IS_ERR(request) ? UCS_PTR_STATUS(request) : UCS_OK);
 }
@@ -447,8 +436,7 @@ void Reader::arrived(Fetch& fetch, Page& page) {
   counters_.pages_arrived.fetch_add(1);
   counters_.bytes_arrived.fetch_add(page.target.page_bytes);
   if (fetch.status.ok()) {
-    fetch.checksums[page.wanted.position] =
-        checksum_(page.target_pool, {page.target.bytes, static_cast<size_t>(page.target.page_bytes)});
+    fetch.checksums[page.wanted.position] = checksum_(page.target_pool, {page.target.bytes, static_cast<size_t>(page.target.page_bytes)});
   }
   answer_if_over(fetch);
 }
@@ -476,15 +464,13 @@ Reader::Peer* Reader::hear(const void* header, size_t header_bytes, size_t expec
   return peer;
 }
 
-ucs_status_t Reader::on_pong(void* argument, const void* header, size_t header_bytes, void*, size_t,
-                             const ucp_am_recv_param_t*) {
+ucs_status_t Reader::on_pong(void* argument, const void* header, size_t header_bytes, void*, size_t, const ucp_am_recv_param_t*) {
   LinkName name;
   static_cast<Reader*>(argument)->hear(header, header_bytes, sizeof(LifeHeader), name);
   return UCS_OK;
 }
 
-ucs_status_t Reader::on_goodbye(void* argument, const void* header, size_t header_bytes, void*, size_t,
-                                const ucp_am_recv_param_t*) {
+ucs_status_t Reader::on_goodbye(void* argument, const void* header, size_t header_bytes, void*, size_t, const ucp_am_recv_param_t*) {
   Reader* self = static_cast<Reader*>(argument);
   LinkName name;
   Peer* peer = self->hear(header, header_bytes, sizeof(LifeHeader), name);
@@ -492,8 +478,7 @@ ucs_status_t Reader::on_goodbye(void* argument, const void* header, size_t heade
   return UCS_OK;
 }
 
-ucs_status_t Reader::on_welcome(void* argument, const void* header, size_t header_bytes, void*, size_t,
-                                const ucp_am_recv_param_t*) {
+ucs_status_t Reader::on_welcome(void* argument, const void* header, size_t header_bytes, void*, size_t, const ucp_am_recv_param_t*) {
   Reader* self = static_cast<Reader*>(argument);
   LinkName name;
   Peer* peer = self->hear(header, header_bytes, sizeof(WelcomeHeader), name);
@@ -511,13 +496,14 @@ ucs_status_t Reader::on_welcome(void* argument, const void* header, size_t heade
   std::string text;
   for (const std::string& lane : lanes) text += (text.empty() ? "" : "+") + lane;
   self->log_.write(LogLevel::kInfo, "ucx_link_opened",
-                   {{"peer", std::to_string(peer->node.value())}, {"address", peer->address.text()}, {"lanes", text},
+                   {{"peer", std::to_string(peer->node.value())},
+                    {"address", peer->address.text()},
+                    {"lanes", text},
                     {"call", kCallNames[static_cast<size_t>(link.call)]}});
   return UCS_OK;
 }
 
-ucs_status_t Reader::on_refused(void* argument, const void* header, size_t header_bytes, void*, size_t,
-                                const ucp_am_recv_param_t*) {
+ucs_status_t Reader::on_refused(void* argument, const void* header, size_t header_bytes, void*, size_t, const ucp_am_recv_param_t*) {
   Reader* self = static_cast<Reader*>(argument);
   LinkName name;
   if (self->hear(header, header_bytes, sizeof(RefusedHeader), name) == nullptr) return UCS_OK;
@@ -546,8 +532,7 @@ ucs_status_t Reader::on_page(void* argument, const void* header, size_t header_b
   return self->take_page(*peer, page, data, bytes, param);
 }
 
-ucs_status_t Reader::take_page(Peer& peer, const PageHeader& header, void* data, size_t bytes,
-                               const ucp_am_recv_param_t* param) {
+ucs_status_t Reader::take_page(Peer& peer, const PageHeader& header, void* data, size_t bytes, const ucp_am_recv_param_t* param) {
   const auto found = fetches_.find({TicketId(header.ticket), header.attempt, header.part});
   Page* page = nullptr;
   if (found != fetches_.end() && found->second.peer == peer.node && header.position < found->second.pages.size()) {
@@ -556,9 +541,8 @@ ucs_status_t Reader::take_page(Peer& peer, const PageHeader& header, void* data,
   const bool offered = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
   const uint64_t page_bytes = page != nullptr ? static_cast<uint64_t>(page->target.page_bytes) : 0;
   // An offered page comes whole; an eager one may come in parts, each where the last one ended.
-  const bool expected = page != nullptr && page->stage == Stage::kAsked &&
-                        header.offset == static_cast<uint64_t>(page->landed_bytes) && bytes > 0 &&
-                        bytes <= page_bytes - header.offset && (!offered || bytes == page_bytes);
+  const bool expected = page != nullptr && page->stage == Stage::kAsked && header.offset == static_cast<uint64_t>(page->landed_bytes) &&
+                        bytes > 0 && bytes <= page_bytes - header.offset && (!offered || bytes == page_bytes);
   if (!expected) {
     counters_.pages_dropped.fetch_add(1);
     return UCS_OK;

@@ -46,7 +46,7 @@ struct HalfSettings {
   int64_t silence_ns = 0;
   int64_t bytes_in_flight_max = 0;
   int64_t sends_in_flight_max = 0;
-  int64_t message_bytes_max = 0;                                      // of an eager page's part; 0: the page whole
+  int64_t message_bytes_max = 0;                                       // of an eager page's part; 0: the page whole
   std::function<Call(const std::vector<std::string>& lanes)> call_of;  // for an endpoint with these lanes
 };
 
@@ -54,8 +54,8 @@ class Reader {
  public:
   using Answer = std::function<void(FetchCompletion)>;
 
-  Reader(WorkerThread& thread, const Chunks& chunks, Counters& counters, Log& log, HalfSettings settings,
-         PageChecksum checksum, Answer answer);
+  Reader(WorkerThread& thread, const Chunks& chunks, Counters& counters, Log& log, HalfSettings settings, PageChecksum checksum,
+         Answer answer);
   ~Reader();
 
   absl::Status listen();  // before the thread starts
@@ -86,10 +86,10 @@ class Reader {
     NodeId peer;
     std::vector<Page> pages;
     std::vector<uint64_t> checksums;
-    int64_t landing = 0;   // pages in kLanding
+    int64_t landing = 0;  // pages in kLanding
     int64_t arrived = 0;
-    absl::Status status;   // of a request that ended early
-    size_t next = 0;       // first page that may still be waiting
+    absl::Status status;  // of a request that ended early
+    size_t next = 0;      // first page that may still be waiting
   };
 
   struct RemoteChunk {
@@ -106,8 +106,8 @@ class Reader {
     int64_t heard_ns = 0;
     int64_t pinged_ns = 0;
     int64_t bytes_in_flight = 0;
-    int64_t landing = 0;              // pages that UCX works on
-    absl::Status failure;             // set: the link is to be closed
+    int64_t landing = 0;   // pages that UCX works on
+    absl::Status failure;  // set: the link is to be closed
     ucs_status_ptr_t closing = nullptr;
     bool is_closing = false;
   };
@@ -155,8 +155,7 @@ class Reader {
   void ask(Peer& peer, Fetch& fetch);
   void get(Peer& peer, Fetch& fetch, Page& page);
   ucp_rkey_h key_of(Peer& peer, PoolId pool, ChunkIndex chunk);
-  ucs_status_t take_page(Peer& peer, const PageHeader& header, void* data, size_t bytes,
-                         const ucp_am_recv_param_t* param);
+  ucs_status_t take_page(Peer& peer, const PageHeader& header, void* data, size_t bytes, const ucp_am_recv_param_t* param);
   void landed(Landing* landing, ucs_status_t status);
   void arrived(Fetch& fetch, Page& page);
   void end(Fetch& fetch, absl::Status status);

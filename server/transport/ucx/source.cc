@@ -10,14 +10,8 @@
 
 namespace needle::server::ucx {
 
-Source::Source(WorkerThread& thread, Chunks& chunks, Counters& counters, Log& log, HalfSettings settings,
-               Released released)
-    : thread_(thread),
-      chunks_(chunks),
-      counters_(counters),
-      log_(log),
-      settings_(std::move(settings)),
-      released_(std::move(released)) {}
+Source::Source(WorkerThread& thread, Chunks& chunks, Counters& counters, Log& log, HalfSettings settings, Released released)
+    : thread_(thread), chunks_(chunks), counters_(counters), log_(log), settings_(std::move(settings)), released_(std::move(released)) {}
 
 absl::Status Source::listen(const SocketAddress& where) {
   for (const auto& [id, callback] : {std::pair{kHello, &Source::on_hello}, std::pair{kFetch, &Source::on_fetch},
@@ -36,9 +30,7 @@ void Source::release(PoolId pool, ChunkIndex chunk) {
 
 // ---------------------------------------------------------------------------------------------------------------- links
 
-void Source::on_request(ucp_conn_request_h request, void* self) {
-  static_cast<Source*>(self)->requests_.push_back(request);
-}
+void Source::on_request(ucp_conn_request_h request, void* self) { static_cast<Source*>(self)->requests_.push_back(request); }
 
 void Source::accept_waiting() {
   std::vector<ucp_conn_request_h> requests;
@@ -135,8 +127,8 @@ void Source::stop() {
   stopping_ = true;
   stopping_since_ns_ = thread_.now_ns();
   for (auto& [endpoint, link] : links_) {
-    const bool told = !link.reader.is_none() && link.failure == nullptr &&
-                      send_control(link.endpoint, kGoodbye, bytes_of(LifeHeader{link.name}), "");
+    const bool told =
+        !link.reader.is_none() && link.failure == nullptr && send_control(link.endpoint, kGoodbye, bytes_of(LifeHeader{link.name}), "");
     if (!told) fail(link, "the transport is stopping");
   }
 }
@@ -190,9 +182,8 @@ bool Source::send_next(Link& link) {
   ++link.sends;
   counters_.sends_now.fetch_add(1);
   // The header lies in `send`, which lives until the send is done: 1.13 cannot copy headers.
-  const ucs_status_ptr_t request =
-      ucp_am_send_nbx(link.endpoint, kPage, &send->header, sizeof send->header, place->bytes + item.sent_bytes,
-                      static_cast<size_t>(bytes), &param);
+  const ucs_status_ptr_t request = ucp_am_send_nbx(link.endpoint, kPage, &send->header, sizeof send->header, place->bytes + item.sent_bytes,
+                                                   static_cast<size_t>(bytes), &param);
   item.sent_bytes += bytes;
   if (bytes == left) {
     link.queue.pop_front();
@@ -243,8 +234,7 @@ Source::Link* Source::hear(const void* header, size_t header_bytes, size_t expec
   return nullptr;
 }
 
-ucs_status_t Source::on_hello(void* argument, const void* header, size_t header_bytes, void*, size_t,
-                              const ucp_am_recv_param_t* param) {
+ucs_status_t Source::on_hello(void* argument, const void* header, size_t header_bytes, void*, size_t, const ucp_am_recv_param_t* param) {
   Source* self = static_cast<Source*>(argument);
   HelloHeader hello;
   if (header_bytes == sizeof hello) std::memcpy(&hello, header, sizeof hello);
@@ -274,8 +264,7 @@ ucs_status_t Source::on_fetch(void* argument, const void* header, size_t header_
   for (size_t at = 0; at < bytes; at += sizeof(WantedPage)) {
     WantedPage wanted;
     std::memcpy(&wanted, static_cast<const char*>(data) + at, sizeof wanted);
-    const Item item{fetch.ticket,    fetch.attempt,       fetch.part,              wanted.position,
-                    PoolId(wanted.pool), PageIndex(wanted.index)};
+    const Item item{fetch.ticket, fetch.attempt, fetch.part, wanted.position, PoolId(wanted.pool), PageIndex(wanted.index)};
     if (!self->chunks_.find(item.pool, item.page).has_value()) {
       self->refuse(*link, item, RefusalCause::kUnknownPage);
     } else if (link->queue.size() >= kQueuedPagesMax) {
@@ -288,8 +277,7 @@ ucs_status_t Source::on_fetch(void* argument, const void* header, size_t header_
   return UCS_OK;  // pump() runs on this round's turn
 }
 
-ucs_status_t Source::on_cancel(void* argument, const void* header, size_t header_bytes, void*, size_t,
-                               const ucp_am_recv_param_t*) {
+ucs_status_t Source::on_cancel(void* argument, const void* header, size_t header_bytes, void*, size_t, const ucp_am_recv_param_t*) {
   Source* self = static_cast<Source*>(argument);
   Link* link = self->hear(header, header_bytes, sizeof(CancelHeader));
   if (link == nullptr) return UCS_OK;
@@ -302,8 +290,7 @@ ucs_status_t Source::on_cancel(void* argument, const void* header, size_t header
   return UCS_OK;
 }
 
-ucs_status_t Source::on_ping(void* argument, const void* header, size_t header_bytes, void*, size_t,
-                             const ucp_am_recv_param_t*) {
+ucs_status_t Source::on_ping(void* argument, const void* header, size_t header_bytes, void*, size_t, const ucp_am_recv_param_t*) {
   Source* self = static_cast<Source*>(argument);
   Link* link = self->hear(header, header_bytes, sizeof(LifeHeader));
   if (link != nullptr) send_control(link->endpoint, kPong, bytes_of(LifeHeader{link->name}), "");

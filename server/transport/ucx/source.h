@@ -33,7 +33,7 @@ namespace needle::server::ucx {
 class Source {
  public:
   using Released = std::function<void(PoolId, ChunkIndex)>;
-  static constexpr size_t kLinksMax = 1'024;       // readers at once
+  static constexpr size_t kLinksMax = 1'024;        // readers at once
   static constexpr size_t kQueuedPagesMax = 4'096;  // a link: several times what a reader keeps in flight
 
   Source(WorkerThread& thread, Chunks& chunks, Counters& counters, Log& log, HalfSettings settings, Released released);
@@ -44,7 +44,7 @@ class Source {
   // The rest on the thread.
   void release(PoolId pool, ChunkIndex chunk);
   int64_t turn(int64_t now_ns);  // see WorkerThread::Turn
-  void stop();  // says goodbye on every link; turn() ends when the readers closed them, or after kGoodbyeNs
+  void stop();                   // says goodbye on every link; turn() ends when the readers closed them, or after kGoodbyeNs
 
  private:
   static constexpr int64_t kGoodbyeNs = 200 * kNanosPerMilli;  // a living reader closes within one; a dead one is not waited for

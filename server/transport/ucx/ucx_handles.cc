@@ -48,13 +48,9 @@ std::string library_version() {
   return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
 }
 
-absl::Status peer_error(ucs_status_t status, const std::string& what) {
-  return error_of(ErrorCode::kPeerLost, status, what);
-}
+absl::Status peer_error(ucs_status_t status, const std::string& what) { return error_of(ErrorCode::kPeerLost, status, what); }
 
-absl::Status memory_error(ucs_status_t status, const std::string& what) {
-  return error_of(ErrorCode::kMemory, status, what);
-}
+absl::Status memory_error(ucs_status_t status, const std::string& what) { return error_of(ErrorCode::kMemory, status, what); }
 
 absl::StatusOr<std::unique_ptr<Context>> Context::create(const FabricSettings& settings) {
   prepare_environment(settings);
@@ -79,8 +75,8 @@ absl::StatusOr<std::unique_ptr<Context>> Context::create(const FabricSettings& s
   status = ucp_init(&params, config, &context);
   ucp_config_release(config);
   if (status != UCS_OK) {
-    return memory_error(status, "no UCX context with transports '" + settings.transports + "' on devices '" +
-                                    settings.devices + "' (ucx_info -d lists what there is)");
+    return memory_error(status, "no UCX context with transports '" + settings.transports + "' on devices '" + settings.devices +
+                                    "' (ucx_info -d lists what there is)");
   }
   return std::unique_ptr<Context>(new Context(context));
 }
@@ -113,8 +109,8 @@ bool Worker::arm() { return ucp_worker_arm(worker_) == UCS_OK; }
 
 absl::Status Worker::receive(unsigned id, ucp_am_recv_callback_t callback, void* argument) {
   ucp_am_handler_param_t param{};
-  param.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS | UCP_AM_HANDLER_PARAM_FIELD_CB |
-                     UCP_AM_HANDLER_PARAM_FIELD_ARG;
+  param.field_mask =
+      UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
   param.id = id;
   param.flags = UCP_AM_FLAG_WHOLE_MSG;
   param.cb = callback;
@@ -131,8 +127,8 @@ absl::StatusOr<std::unique_ptr<MappedMemory>> MappedMemory::map(Context& context
   ucp_mem_h handle = nullptr;
   ucs_status_t status = ucp_mem_map(context.handle(), &params, &handle);
   if (status != UCS_OK) {
-    return memory_error(status, "UCX could not register " + std::to_string(bytes) +
-                                    " bytes (memlock limit, peer memory module or dma-buf support)");
+    return memory_error(
+        status, "UCX could not register " + std::to_string(bytes) + " bytes (memlock limit, peer memory module or dma-buf support)");
   }
   std::unique_ptr<MappedMemory> memory(new MappedMemory(context.handle(), handle));
   void* key = nullptr;
@@ -203,8 +199,7 @@ Listener::~Listener() { ucp_listener_destroy(listener_); }
 
 namespace {
 
-absl::StatusOr<ucp_ep_h> create_endpoint(Worker& worker, ucp_ep_params_t params, ucp_err_handler_cb_t on_error,
-                                         void* argument) {
+absl::StatusOr<ucp_ep_h> create_endpoint(Worker& worker, ucp_ep_params_t params, ucp_err_handler_cb_t on_error, void* argument) {
   params.field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = on_error;
@@ -217,8 +212,7 @@ absl::StatusOr<ucp_ep_h> create_endpoint(Worker& worker, ucp_ep_params_t params,
 
 }  // namespace
 
-absl::StatusOr<ucp_ep_h> open_endpoint(Worker& worker, const SocketAddress& peer, ucp_err_handler_cb_t on_error,
-                                       void* argument) {
+absl::StatusOr<ucp_ep_h> open_endpoint(Worker& worker, const SocketAddress& peer, ucp_err_handler_cb_t on_error, void* argument) {
   ucp_ep_params_t params{};
   params.field_mask = UCP_EP_PARAM_FIELD_SOCK_ADDR | UCP_EP_PARAM_FIELD_FLAGS;
   params.flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER;
@@ -227,8 +221,7 @@ absl::StatusOr<ucp_ep_h> open_endpoint(Worker& worker, const SocketAddress& peer
   return create_endpoint(worker, params, on_error, argument);
 }
 
-absl::StatusOr<ucp_ep_h> accept_endpoint(Worker& worker, ucp_conn_request_h request, ucp_err_handler_cb_t on_error,
-                                         void* argument) {
+absl::StatusOr<ucp_ep_h> accept_endpoint(Worker& worker, ucp_conn_request_h request, ucp_err_handler_cb_t on_error, void* argument) {
   ucp_ep_params_t params{};
   params.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST;
   params.conn_request = request;

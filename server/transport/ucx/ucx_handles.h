@@ -121,10 +121,8 @@ class MappedMemory {
 };
 
 // Both return at once; a peer that is not there is told through `on_error`.
-absl::StatusOr<ucp_ep_h> open_endpoint(Worker& worker, const SocketAddress& peer, ucp_err_handler_cb_t on_error,
-                                       void* argument);
-absl::StatusOr<ucp_ep_h> accept_endpoint(Worker& worker, ucp_conn_request_h request, ucp_err_handler_cb_t on_error,
-                                         void* argument);
+absl::StatusOr<ucp_ep_h> open_endpoint(Worker& worker, const SocketAddress& peer, ucp_err_handler_cb_t on_error, void* argument);
+absl::StatusOr<ucp_ep_h> accept_endpoint(Worker& worker, ucp_conn_request_h request, ucp_err_handler_cb_t on_error, void* argument);
 
 // The transports of an endpoint's lanes, as UCX names them: {"tcp"}, {"sysv", "posix"}, {"rc_mlx5"}. 1.13 has no query
 // for it, so it is read off ucp_ep_print_info. Known only once the endpoint is connected: a message has come over it.

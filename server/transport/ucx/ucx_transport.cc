@@ -83,8 +83,7 @@ absl::Status validate(const UcxOptions& options) {
     return make_error(ErrorCode::kInvalid, "a transport needs a node id and a random instance that is not 0");
   }
   if (options.call != "auto" && !call_named(options.call).has_value()) {
-    return make_error(ErrorCode::kInvalid, "call is '" + options.call +
-                                               "', allowed are auto, am-rendezvous, am-eager and get");
+    return make_error(ErrorCode::kInvalid, "call is '" + options.call + "', allowed are auto, am-rendezvous, am-eager and get");
   }
   return absl::OkStatus();
 }
@@ -177,19 +176,16 @@ absl::StatusOr<std::unique_ptr<UcxTransport>> UcxTransport::start(const UcxOptio
 
   parts->chunks = std::make_unique<Chunks>(*parts->context, env.pools);
   for (auto* thread : {&parts->reader_thread, &parts->source_thread}) {
-    absl::StatusOr<std::unique_ptr<WorkerThread>> made =
-        WorkerThread::create(*parts->context, env.clock, options.spin_us * kNanosPerMicro);
+    absl::StatusOr<std::unique_ptr<WorkerThread>> made = WorkerThread::create(*parts->context, env.clock, options.spin_us * kNanosPerMicro);
     if (!made.ok()) return made.status();
     *thread = std::move(*made);
   }
   Parts* raw = parts.get();
   parts->reader = std::make_unique<Reader>(
       *parts->reader_thread, *parts->chunks, parts->counters, env.log, half, env.checksum,
-      [raw](FetchCompletion done) {
-        raw->push([&](TransportEvents& events) { events.fetched.push_back(std::move(done)); });
-      });
-  parts->source = std::make_unique<Source>(
-      *parts->source_thread, *parts->chunks, parts->counters, env.log, half, [raw](PoolId pool, ChunkIndex chunk) {
+      [raw](FetchCompletion done) { raw->push([&](TransportEvents& events) { events.fetched.push_back(std::move(done)); }); });
+  parts->source =
+      std::make_unique<Source>(*parts->source_thread, *parts->chunks, parts->counters, env.log, half, [raw](PoolId pool, ChunkIndex chunk) {
         raw->push([&](TransportEvents& events) { events.released.push_back({pool, chunk}); });
       });
   if (absl::Status status = parts->reader->listen(); !status.ok()) return status;
@@ -203,8 +199,8 @@ absl::StatusOr<std::unique_ptr<UcxTransport>> UcxTransport::start(const UcxOptio
   header.socket_bytes = listening.bytes;
   parts->address = bytes_of(header) + std::string(reinterpret_cast<const char*>(&listening.storage), listening.bytes);
   parts->traits.name = std::string("ucx-") + kCallNames[static_cast<size_t>(parts->reports[0].chosen)];
-  parts->traits.one_sided = std::any_of(parts->reports.begin(), parts->reports.end(),
-                                        [](const CallReport& report) { return report.chosen == Call::kGet; });
+  parts->traits.one_sided =
+      std::any_of(parts->reports.begin(), parts->reports.end(), [](const CallReport& report) { return report.chosen == Call::kGet; });
   parts->traits.reaches_device_memory = false;  // eager pages are copied by the processor; GPU pools need get throughout
   parts->traits.request_pages_max = kWantedPagesMax;
   parts->reader_thread->start("ucx-reader", [raw](int64_t now_ns) { return raw->reader->turn(now_ns); });
@@ -239,8 +235,8 @@ absl::Status UcxTransport::meet_peer(NodeId peer, Incarnation incarnation, const
     return make_error(ErrorCode::kInvalid, "these " + std::to_string(address.size()) + " bytes are no UCX transport's address");
   }
   if (header.version != kWireVersion) {
-    return make_error(ErrorCode::kInvalid, "the peer's transport speaks version " + std::to_string(header.version) +
-                                               ", this one " + std::to_string(kWireVersion) + ": use equal releases");
+    return make_error(ErrorCode::kInvalid, "the peer's transport speaks version " + std::to_string(header.version) + ", this one " +
+                                               std::to_string(kWireVersion) + ": use equal releases");
   }
   if (header.socket_bytes > sizeof socket.storage || address.size() != sizeof header + header.socket_bytes) {
     return make_error(ErrorCode::kInvalid, "a UCX transport's address is cut short or too long");
@@ -250,9 +246,8 @@ absl::Status UcxTransport::meet_peer(NodeId peer, Incarnation incarnation, const
   if (socket.storage.ss_family != AF_INET && socket.storage.ss_family != AF_INET6) {
     return make_error(ErrorCode::kInvalid, "a UCX transport's address is of neither IPv4 nor IPv6");
   }
-  parts_->reader_thread->post([this, peer, incarnation, instance = header.instance, socket] {
-    parts_->reader->meet(peer, incarnation, instance, socket);
-  });
+  parts_->reader_thread->post(
+      [this, peer, incarnation, instance = header.instance, socket] { parts_->reader->meet(peer, incarnation, instance, socket); });
   return absl::OkStatus();
 }
 
@@ -291,9 +286,8 @@ void UcxTransport::cancel(FetchId id) {
 }
 
 void UcxTransport::close_peer(NodeId peer) {
-  parts_->reader_thread->post([this, peer] {
-    parts_->reader->close_peer(peer, make_error(ErrorCode::kPeerLost, "the endpoint was closed by the core"));
-  });
+  parts_->reader_thread->post(
+      [this, peer] { parts_->reader->close_peer(peer, make_error(ErrorCode::kPeerLost, "the endpoint was closed by the core")); });
 }
 
 void UcxTransport::poll(TransportEvents& events) {

@@ -32,15 +32,15 @@ struct UcxOptions {
   NodeId node;
   uint64_t instance = 0;  // random and new at every start: tells this process from the last one at the same address
   FabricSettings fabric;
-  std::string host = "127.0.0.1";  // numeric address of this host on the fabric: listened on, and told to peers
-  int port = 0;                    // 0: any free one, since peers are told it
-  std::string call = "auto";  // or a name of kCallNames that is no put: for tests and for proving a fabric
-  int64_t heartbeat_ms = 250;  // a reader pings each source it has a link to
-  int64_t silence_ms = 2'000;  // eight pings unanswered, then the link is closed; long enough to pin a chunk meanwhile
+  std::string host = "127.0.0.1";                   // numeric address of this host on the fabric: listened on, and told to peers
+  int port = 0;                                     // 0: any free one, since peers are told it
+  std::string call = "auto";                        // or a name of kCallNames that is no put: for tests and for proving a fabric
+  int64_t heartbeat_ms = 250;                       // a reader pings each source it has a link to
+  int64_t silence_ms = 2'000;                       // eight pings unanswered, then the link is closed; long enough to pin a chunk meanwhile
   int64_t bytes_in_flight_max = int64_t{16} << 20;  // a link; fourteen pages of V4-Flash
-  int64_t sends_in_flight_max = 8;                   // a link, at the source; given to UCX at once
-  int64_t message_bytes_max = 0;                     // of a part of an eager page; 0: pages go whole
-  int64_t spin_us = 20;                              // before a thread sleeps
+  int64_t sends_in_flight_max = 8;                  // a link, at the source; given to UCX at once
+  int64_t message_bytes_max = 0;                    // of a part of an eager page; 0: pages go whole
+  int64_t spin_us = 20;                             // before a thread sleeps
 };
 
 // All outlives the transport.

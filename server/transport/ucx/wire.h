@@ -32,7 +32,17 @@ inline constexpr uint32_t kWireVersion = 1;
 inline constexpr uint64_t kWireMagic = 0x78637564'6c65656eull;  // "needlucx" in bytes
 static_assert(std::endian::native == std::endian::little, "headers are copied as they lie in memory");
 
-enum MessageId : unsigned { kHello = 1, kFetch = 2, kCancel = 3, kPing = 4, kPage = 5, kRefused = 6, kPong = 7, kWelcome = 8, kGoodbye = 9 };
+enum MessageId : unsigned {
+  kHello = 1,
+  kFetch = 2,
+  kCancel = 3,
+  kPing = 4,
+  kPage = 5,
+  kRefused = 6,
+  kPong = 7,
+  kWelcome = 8,
+  kGoodbye = 9
+};
 
 struct LinkName {
   uint64_t reader_instance = 0;  // random, of the reader's transport

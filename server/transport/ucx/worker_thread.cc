@@ -30,8 +30,7 @@ constexpr unsigned long kTimerSlackNs = 1'000;  // the default of 50 us is longe
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<WorkerThread>> WorkerThread::create(Context& context, const Clock& clock,
-                                                                   int64_t spin_ns) {
+absl::StatusOr<std::unique_ptr<WorkerThread>> WorkerThread::create(Context& context, const Clock& clock, int64_t spin_ns) {
   absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::create(context);
   if (!worker.ok()) return worker.status();
   const int wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);

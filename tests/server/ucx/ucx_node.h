@@ -72,8 +72,7 @@ class UcxNode {
 
     UcxOptions options;
     options.node = NodeId(settings.node);
-    options.instance = settings.instance != 0 ? settings.instance
-                                              : static_cast<uint64_t>(getpid()) << 32 | ++instances_made();
+    options.instance = settings.instance != 0 ? settings.instance : static_cast<uint64_t>(getpid()) << 32 | ++instances_made();
     options.fabric = {settings.transports, "lo"};
     options.call = settings.call;
     options.heartbeat_ms = settings.heartbeat_ms;
@@ -145,16 +144,13 @@ class UcxNode {
   }
 
   // Source pages [first, first + count) to target pages from `target_first` on.
-  FetchRequest request(FetchId fetch, NodeId source, Incarnation incarnation, int64_t first, int64_t count,
-                       int64_t target_first) const {
+  FetchRequest request(FetchId fetch, NodeId source, Incarnation incarnation, int64_t first, int64_t count, int64_t target_first) const {
     FetchRequest made;
     made.id = fetch;
     made.source = source;
     made.source_incarnation = incarnation;
     for (int64_t i = 0; i < count; ++i) {
-      const auto page = [](int64_t index) {
-        return PageRef{PoolId(kPool), {PageIndex(static_cast<uint32_t>(index)), Generation(1)}};
-      };
+      const auto page = [](int64_t index) { return PageRef{PoolId(kPool), {PageIndex(static_cast<uint32_t>(index)), Generation(1)}}; };
       made.pages.push_back({page(first + i), page(target_first + i)});
     }
     return made;
@@ -211,8 +207,6 @@ class UcxNode {
   std::unique_ptr<UcxTransport> transport_;
 };
 
-constexpr FetchId fetch_id(uint64_t ticket, uint32_t attempt = 1, uint32_t part = 0) {
-  return {TicketId(ticket), attempt, part};
-}
+constexpr FetchId fetch_id(uint64_t ticket, uint32_t attempt = 1, uint32_t part = 0) { return {TicketId(ticket), attempt, part}; }
 
 }  // namespace needle::server::ucx::testing

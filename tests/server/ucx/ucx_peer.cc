@@ -94,8 +94,8 @@ int main(int argc, char** argv) {
         int64_t count = 0;
         int64_t target = 0;
         line >> ticket >> attempt >> part >> first >> count >> target;
-        node.transport().post(node.request({TicketId(ticket), attempt, part}, NodeId(peer), Incarnation(incarnation), first,
-                                           count, target));
+        node.transport().post(
+            node.request({TicketId(ticket), attempt, part}, NodeId(peer), Incarnation(incarnation), first, count, target));
       }
     }
   }

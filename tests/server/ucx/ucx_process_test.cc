@@ -28,15 +28,10 @@ class PeerProcess {
     posix_spawn_file_actions_init(&actions);
     posix_spawn_file_actions_adddup2(&actions, to_child[0], 0);
     posix_spawn_file_actions_adddup2(&actions, from_child[1], 1);
-    std::vector<std::string> words = {NEEDLE_UCX_PEER,
-                                      std::to_string(settings.node),
-                                      std::to_string(settings.incarnation),
-                                      settings.transports,
-                                      settings.call,
-                                      std::to_string(settings.page_bytes),
-                                      std::to_string(settings.pages_a_chunk),
-                                      std::to_string(settings.chunks),
-                                      std::to_string(seed)};
+    std::vector<std::string> words = {
+        NEEDLE_UCX_PEER,     std::to_string(settings.node),       std::to_string(settings.incarnation),   settings.transports,
+        settings.call,       std::to_string(settings.page_bytes), std::to_string(settings.pages_a_chunk), std::to_string(settings.chunks),
+        std::to_string(seed)};
     std::vector<char*> argv;
     for (std::string& word : words) argv.push_back(word.data());
     argv.push_back(nullptr);
@@ -172,8 +167,7 @@ class UcxProcess : public ::testing::TestWithParam<Fabric> {
   // The whole pool in parts of four pages.
   void post_all(UcxNode& reader, const PeerProcess& source, uint64_t ticket, uint32_t attempt) {
     for (uint32_t part = 0; part < kPages / 4; ++part) {
-      reader.transport().post(
-          reader.request(fetch_id(ticket, attempt, part), source.id(), source.incarnation(), part * 4, 4, part * 4));
+      reader.transport().post(reader.request(fetch_id(ticket, attempt, part), source.id(), source.incarnation(), part * 4, 4, part * 4));
     }
   }
   int64_t answers(const UcxNode& reader, uint32_t attempt, bool good) {

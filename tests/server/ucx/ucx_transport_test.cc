@@ -30,11 +30,9 @@ class UcxShip : public ::testing::TestWithParam<Fabric> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Calls, UcxShip,
-                         ::testing::Values(Fabric{"tcp_auto", "tcp", "auto", 0},
-                                           Fabric{"tcp_rendezvous", "tcp", "am-rendezvous", 0},
+                         ::testing::Values(Fabric{"tcp_auto", "tcp", "auto", 0}, Fabric{"tcp_rendezvous", "tcp", "am-rendezvous", 0},
                                            Fabric{"tcp_eager", "tcp", "am-eager", 0},
-                                           Fabric{"tcp_eager_in_parts", "tcp", "am-eager", 10'000},
-                                           Fabric{"tcp_get", "tcp", "get", 0},
+                                           Fabric{"tcp_eager_in_parts", "tcp", "am-eager", 10'000}, Fabric{"tcp_get", "tcp", "get", 0},
                                            Fabric{"shared_memory_auto", "tcp,posix,sysv", "auto", 0},
                                            Fabric{"shared_memory_rendezvous", "tcp,posix,sysv", "am-rendezvous", 0},
                                            Fabric{"shared_memory_get", "tcp,posix,sysv", "get", 0}),
@@ -338,12 +336,12 @@ TEST_F(LyingSource, a_page_that_comes_twice_lands_once) {
 TEST_F(LyingSource, what_does_not_fit_is_dropped) {
   ask(fetch_id(5), 1);
   FetchHeader fetch = liar_.wanted[0].fetch;
-  liar_.say(kPage, page_header(fetch, 7), page('x'));             // a position that was not asked for
-  liar_.say(kPage, page_header(fetch, 0, 4'095), page('x'));      // past the page's end
+  liar_.say(kPage, page_header(fetch, 7), page('x'));                        // a position that was not asked for
+  liar_.say(kPage, page_header(fetch, 0, 4'095), page('x'));                 // past the page's end
   liar_.say(kPage, page_header(fetch, 0, 1'024), page('x').substr(0, 100));  // a hole before it
-  liar_.say(kPage, page_header(fetch, 0), page('x') + "y");       // longer than the page
-  liar_.say(kPage, page_header(fetch, 0), "");                    // nothing
-  liar_.say(kPage, "short", page('x'));                           // no header of ours
+  liar_.say(kPage, page_header(fetch, 0), page('x') + "y");                  // longer than the page
+  liar_.say(kPage, page_header(fetch, 0), "");                               // nothing
+  liar_.say(kPage, "short", page('x'));                                      // no header of ours
   FetchHeader other_link = fetch;
   other_link.link.number += 1;
   liar_.say(kPage, page_header(other_link, 0), page('x'));
