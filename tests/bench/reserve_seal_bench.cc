@@ -64,7 +64,7 @@ Tally store_prompts(client::Session& session, Rng& rng, const Settings& settings
   const double processor_start_s = processor_seconds();
   const int64_t start_ns = clock.now_ns();
   const int64_t tokens = settings.pages * kPageTokens;
-  const int64_t window_first = std::max<int64_t>(0, tokens - client::kWindowTokens) / kWindowPageTokens;
+  const int64_t window_first = std::max<int64_t>(0, tokens - kWindowTokens) / kWindowPageTokens;
   const int64_t window_pages = tokens / kWindowPageTokens - window_first;
   while (clock.now_ns() < until_ns) {
     v1::ReserveRequest reserve;
