@@ -324,12 +324,21 @@ absl::StatusOr<PageBacking> HostMemory::fill(int fd, const Place& place, ChunkIn
 
 absl::Status HostMemory::map_chunk(const Place& place, ChunkIndex chunk, int fd) {
   const int64_t bytes = place.shape.chunk_bytes;
-  std::byte* address = place.base + int64_t{chunk.value()} * bytes;
-  if (::mmap(address, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED ||
-      ::madvise(address, static_cast<size_t>(bytes), MADV_DONTFORK) != 0) {
+  const auto size = static_cast<size_t>(bytes);
+  const auto refused = [&] {
     return make_error(ErrorCode::kMemory, absl::StrCat("a chunk of ", size_text(bytes), " cannot be mapped: ", reason(errno)));
-  }
-  return absl::OkStatus();
+  };
+  // First wherever the kernel likes, which also reserves the huge pages. A fixed mapping that fails (no huge pages left) has
+  // already unmapped what was there: the hole in our range would be filled by any thread's next mmap, and the plain mapping that
+  // we fall back to would then lie over that thread's memory.
+  void* trial = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (trial == MAP_FAILED) return refused();
+  std::byte* address = place.base + int64_t{chunk.value()} * bytes;
+  const bool mapped = ::mmap(address, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED;
+  const absl::Status outcome = mapped && ::madvise(address, size, MADV_DONTFORK) == 0 ? absl::OkStatus() : refused();
+  ::munmap(trial, size);
+  if (!mapped) unmap_chunk(place, chunk);  // at once: the range is ours
+  return outcome;
 }
 
 void HostMemory::unmap_chunk(const Place& place, ChunkIndex chunk) {

@@ -135,8 +135,11 @@ class DaemonProcess {
     arguments.insert(arguments.begin(), launcher_.begin(), launcher_.end());
     pid_ = spawn(arguments, -1, -1, (folder_ / "needled.log").string());
     const bool settled = eventually(20, [&] { return answers() || !running(); });
-    if (!running()) throw std::runtime_error(name_ + " ended before it answered; its log follows");
-    if (!settled) throw std::runtime_error(name_ + " did not answer within 20 s; its log follows");
+    if (running() && settled) return;
+    // With the log in it: this object and its folder may be gone before the test is known to have failed.
+    std::ifstream log(folder_ / "needled.log");
+    throw std::runtime_error(name_ + (running() ? " did not answer within 20 s:\n" : " ended before it answered:\n") +
+                             std::string(std::istreambuf_iterator<char>(log), {}));
   }
   bool answers() {
     v1::StatusReply reply;
