@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/clock.h"
+#include "base/reserved_range.h"
 #include "base/units.h"
 #include "kernels/format_set.h"
 
@@ -318,12 +319,8 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
         absl::StatusOr<PageLayout> layout = PageLayout::of(*each[kind], pools_[kind].page_count);
         if (!layout.ok()) return layout.status();
         layouts_[kind] = *layout;
-        const auto reserve = [&]() -> std::byte* {
-          void* place = ::mmap(nullptr, static_cast<size_t>(range), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-          return place == MAP_FAILED ? nullptr : static_cast<std::byte*>(place);
-        };
-        pools_[kind].read_base = reserve();
-        if (options_.writable) pools_[kind].write_base = reserve();
+        pools_[kind].read_base = reserve_range(static_cast<size_t>(range));
+        if (options_.writable) pools_[kind].write_base = reserve_range(static_cast<size_t>(range));
         if (pools_[kind].read_base == nullptr || (options_.writable && pools_[kind].write_base == nullptr)) {
           return absl::ResourceExhaustedError(
               absl::StrCat("cannot reserve ", range, " bytes of addresses for pool ", wires[kind].pool, ": ", reason(errno)));
@@ -413,14 +410,8 @@ absl::Status Session::map_chunks(const attach::Chunks& chunks, const uint32_t* i
   for (uint32_t i = 0; i < chunks.count; ++i) {
     if (indices[i] >= static_cast<uint64_t>(pool->wire.chunks_max)) return protocol_error("a chunk past the pool's range");
     const size_t offset = bytes * indices[i];
-    const auto map = [&](std::byte* base, int protection, int fd) {
-      void* place = ::mmap(base + offset, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
-      if (place == MAP_FAILED) return false;
-      ::madvise(place, bytes, MADV_DONTFORK);
-      return true;
-    };
-    if (!map(pool->read_base, PROT_READ, fds[i * views]) ||
-        (options_.writable && !map(pool->write_base, PROT_READ | PROT_WRITE, fds[i * views + 1]))) {
+    if (!fill_range(pool->read_base + offset, bytes, PROT_READ, fds[i * views]) ||
+        (options_.writable && !fill_range(pool->write_base + offset, bytes, PROT_READ | PROT_WRITE, fds[i * views + 1]))) {
       return absl::ResourceExhaustedError(absl::StrCat("cannot map chunk ", indices[i], " of pool ", chunks.pool, ": ", reason(errno)));
     }
     MutexLock hold(mutex_);
@@ -435,9 +426,7 @@ void Session::unmap_chunk(uint32_t pool_id, uint32_t chunk) {
     if (pool.wire.pool != pool_id || pool.read_base == nullptr) continue;
     const auto bytes = static_cast<size_t>(pool.wire.chunk_bytes);
     for (std::byte* base : {pool.read_base, pool.write_base}) {
-      if (base == nullptr) continue;
-      void* place = ::mmap(base + bytes * chunk, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-      NEEDLE_CHECK(place != MAP_FAILED, "unmapping a chunk that this process mapped");
+      if (base != nullptr) empty_range(base + bytes * chunk, bytes);
     }
   }
   MutexLock hold(mutex_);

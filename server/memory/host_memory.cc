@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/check.h"
+#include "base/reserved_range.h"
 #include "base/units.h"
 #include "proto/errors.h"
 #include "server/daemon_options.h"
@@ -126,9 +127,8 @@ absl::StatusOr<std::unique_ptr<HostMemory>> HostMemory::create(const HostMemoryO
     if (shape.page_bytes > 0 && shape.chunks_max > 0) {
       const int64_t range = shape.chunk_bytes * shape.chunks_max;
       // Aligned to 2 MiB so that huge pages fit; the slack stays reserved.
-      void* address =
-          ::mmap(nullptr, static_cast<size_t>(range + kHugePageBytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (address == MAP_FAILED) {
+      std::byte* address = reserve_range(static_cast<size_t>(range + kHugePageBytes));
+      if (address == nullptr) {
         return make_error(ErrorCode::kMemory, absl::StrCat("an address range of ", size_text(range), " cannot be reserved: ", reason(errno),
                                                            "; lower memory.bytes_max or raise the limit of address space (ulimit -v)"));
       }
@@ -324,28 +324,16 @@ absl::StatusOr<PageBacking> HostMemory::fill(int fd, const Place& place, ChunkIn
 
 absl::Status HostMemory::map_chunk(const Place& place, ChunkIndex chunk, int fd) {
   const int64_t bytes = place.shape.chunk_bytes;
-  const auto size = static_cast<size_t>(bytes);
-  const auto refused = [&] {
-    return make_error(ErrorCode::kMemory, absl::StrCat("a chunk of ", size_text(bytes), " cannot be mapped: ", reason(errno)));
-  };
-  // First wherever the kernel likes, which also reserves the huge pages. A fixed mapping that fails (no huge pages left) has
-  // already unmapped what was there: the hole in our range would be filled by any thread's next mmap, and the plain mapping that
-  // we fall back to would then lie over that thread's memory.
-  void* trial = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (trial == MAP_FAILED) return refused();
   std::byte* address = place.base + int64_t{chunk.value()} * bytes;
-  const bool mapped = ::mmap(address, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED;
-  const absl::Status outcome = mapped && ::madvise(address, size, MADV_DONTFORK) == 0 ? absl::OkStatus() : refused();
-  ::munmap(trial, size);
-  if (!mapped) unmap_chunk(place, chunk);  // at once: the range is ours
-  return outcome;
+  if (!fill_range(address, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, fd)) {
+    return make_error(ErrorCode::kMemory, absl::StrCat("a chunk of ", size_text(bytes), " cannot be mapped: ", reason(errno)));
+  }
+  return absl::OkStatus();
 }
 
 void HostMemory::unmap_chunk(const Place& place, ChunkIndex chunk) {
   const int64_t bytes = place.shape.chunk_bytes;
-  void* address = place.base + int64_t{chunk.value()} * bytes;
-  void* reserved = ::mmap(address, static_cast<size_t>(bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-  NEEDLE_CHECK(reserved == address, "a reserved range can always be reserved again");
+  empty_range(place.base + int64_t{chunk.value()} * bytes, static_cast<size_t>(bytes));
 }
 
 bool HostMemory::idle() const {

@@ -1,16 +1,56 @@
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <unordered_set>
 #include <vector>
 
 #include "base/ids.h"
+#include "base/reserved_range.h"
 #include "base/rng.h"
 #include "base/units.h"
 #include "base/workers.h"
 
 namespace needle {
 namespace {
+
+class ReservedRange : public ::testing::Test {
+ protected:
+  static constexpr size_t kBytes = size_t{8} << 20;
+  void SetUp() override { ASSERT_NE(range_, nullptr); }
+  void TearDown() override { ::munmap(range_, 2 * kBytes); }
+  // msync says ENOMEM where nothing is mapped, not even PROT_NONE.
+  bool is_whole() const { return ::msync(range_, 2 * kBytes, MS_ASYNC) == 0; }
+
+  std::byte* const range_ = reserve_range(2 * kBytes);
+};
+
+TEST_F(ReservedRange, a_file_that_cannot_be_mapped_leaves_no_hole) {
+  const int fd = ::memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB);
+  if (fd < 0) GTEST_SKIP() << "this kernel has no hugetlb files";
+  ASSERT_EQ(::ftruncate(fd, int64_t{1} << 40), 0);
+  constexpr size_t kMoreThanThereAre = size_t{1} << 40;  // of huge pages: the reservation fails
+  std::byte* const wide = reserve_range(kMoreThanThereAre);
+  ASSERT_NE(wide, nullptr);
+  EXPECT_FALSE(fill_range(wide, kMoreThanThereAre, PROT_READ | PROT_WRITE, fd));
+  EXPECT_EQ(::msync(wide, kBytes, MS_ASYNC), 0) << "another thread's mmap could take this place";
+  ::munmap(wide, kMoreThanThereAre);
+  ::close(fd);
+}
+
+TEST_F(ReservedRange, is_filled_and_emptied_piece_by_piece) {
+  const int fd = ::memfd_create("piece", MFD_CLOEXEC);
+  ASSERT_EQ(::ftruncate(fd, kBytes), 0);
+  ASSERT_TRUE(fill_range(range_ + kBytes, kBytes, PROT_READ | PROT_WRITE, fd));
+  range_[kBytes] = std::byte{7};
+  EXPECT_TRUE(is_whole());
+  empty_range(range_ + kBytes, kBytes);
+  EXPECT_TRUE(is_whole());
+  ASSERT_TRUE(fill_range(range_, kBytes, PROT_READ, fd));
+  EXPECT_EQ(range_[0], std::byte{7});
+  ::close(fd);
+}
 
 TEST(Ids, are_distinct_types_without_conversion) {
   static_assert(!std::is_convertible_v<PageIndex, uint32_t>);
