@@ -28,7 +28,7 @@
 
 namespace needle::server::ucx {
 
-inline constexpr uint32_t kWireVersion = 1;
+inline constexpr uint32_t kWireVersion = 2;                     // 2: a listener's address instead of a worker's, kWelcome, kGoodbye
 inline constexpr uint64_t kWireMagic = 0x78637564'6c65656eull;  // "needlucx" in bytes
 static_assert(std::endian::native == std::endian::little, "headers are copied as they lie in memory");
 
