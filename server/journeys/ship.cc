@@ -24,7 +24,6 @@ void send(State& state, NodeId to, Incarnation to_incarnation, Body body) {
 
 void ask(State& state, Ship& ship) {
   PoolSet& set = state.set(ship.set);
-  ship.answered = false;
   ship.unanswered_ns = std::min(ship.unanswered_ns, state.now_ns);
   ship.next_send_ns = state.now_ns + ms(state.options.ship_retry_ms);
   send(state, ship.source, ship.source_incarnation,
@@ -296,7 +295,6 @@ void take_offer(State& state, const PeerMessage& message, const ShipOffer& offer
     ship.tokens = offer.tokens;
     ship.next_send_ns = kNever;
   } else {
-    ship.answered = true;
     ship.next_send_ns = state.now_ns + (offer.pages.empty() ? ms(state.options.ship_poll_ms) : 0);
   }
   pump(state, ship);

@@ -52,7 +52,6 @@ struct Ship {
   LeaseId source_lease;
   int64_t next_send_ns = 0;        // ask, confirm or place again
   int64_t unanswered_ns = kNever;  // when the first of the questions that the source has not answered was sent
-  bool answered = false;           // the last ask was
   std::vector<ShipItem> items;     // full pages in order of position, then partial, window, state
   int64_t full_pages = 0;          // of `items`
   size_t next_to_post = 0;         // items before it are posted, arrived or shared
