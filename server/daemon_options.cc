@@ -715,6 +715,9 @@ class Parser {
     if (options.session_silence_ms < 2 * options.session_heartbeat_ms) {
       return both("session.silence", "session.heartbeat", "disagree: silence is at least twice the heartbeat");
     }
+    if (options.ship_silence_ms <= options.ship_retry_ms) {
+      return both("ship.silence", "ship.retry", "disagree: a question is repeated before its silence counts");
+    }
     if (options.ship_deadline_ms > options.ship_deadline_ms_max) {
       return both("ship.deadline", "ship.deadline_max", "disagree: the default deadline must not exceed the longest");
     }

@@ -606,7 +606,7 @@ int run(int argc, char** argv) {
   int64_t evict_pages = 0;
   CLI::App* evict_command = app.add_subcommand("evict", "let idle pages or one sequence go");
   evict_command->add_option("--pool", pool, "pool set")->capture_default_str();
-  evict_command->add_option("--pages", evict_pages, "up to so many idle pages")->check(CLI::PositiveNumber);
+  evict_command->add_option("--pages", evict_pages, "up to so many idle pages")->check(CLI::Range(int64_t{1}, int64_t{1} << 32));
   evict_command->add_option("--sequence", sequence, "forget this sequence; its named pages stay in the prefix cache until room is needed");
 
   app.add_subcommand("drain", "take nothing new; what is open goes on to its end");

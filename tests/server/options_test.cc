@@ -126,6 +126,7 @@ TEST(Options, values_that_contradict_each_other_are_both_named) {
   EXPECT_THAT(refusal(read({"--memory-bytes=1G", "--memory-fraction=0.5"})),
               AllOf(HasSubstr("memory.bytes"), HasSubstr("memory.fraction")));
   EXPECT_THAT(refusal(read({"--session-silence=900ms"})), AllOf(HasSubstr("session.silence"), HasSubstr("session.heartbeat")));
+  EXPECT_THAT(refusal(read({"--ship-silence=100ms", "--ship-retry=200ms"})), AllOf(HasSubstr("ship.silence"), HasSubstr("ship.retry")));
   EXPECT_THAT(refusal(read({"--ship-deadline=1h"})), AllOf(HasSubstr("ship.deadline"), HasSubstr("ship.deadline_max")));
   EXPECT_THAT(refusal(read({"--memory-bytes=2G", "--memory-bytes-max=1G"})), HasSubstr("memory.bytes_max"));
 }
