@@ -13,18 +13,7 @@ using client::Client;
 using client::Lease;
 using client::Ticket;
 
-constexpr int64_t kPage = 256;         // tokens a page
 constexpr double kReclaimSeconds = 5;  // what is promised after a kill
-
-// Stores `tokens` tokens of words that name `sequence`, sealed.
-void store(Client& client, uint64_t sequence, int64_t tokens) {
-  CallerThread here;
-  absl::StatusOr<Ticket> ticket = client.reserve(SequenceId(sequence), tokens);
-  ASSERT_TRUE(ticket.ok()) << ticket.status();
-  fill_ticket(client, *ticket, sequence);
-  const absl::Status sealed = ticket->seal(tokens, {}, here);
-  ASSERT_TRUE(sealed.ok()) << sealed;
-}
 
 class Pair : public ::testing::Test {
  protected:

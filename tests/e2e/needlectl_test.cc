@@ -11,8 +11,6 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int64_t kPage = 256;  // tokens a page
-
 struct Ended {
   int exit = -1;
   std::string out;
@@ -26,14 +24,6 @@ std::string text_of(const std::filesystem::path& path) {
 
 void write_file(const std::filesystem::path& path, const void* bytes, size_t size) {
   std::ofstream(path, std::ios::binary).write(static_cast<const char*>(bytes), static_cast<std::streamsize>(size));
-}
-
-void store(client::Client& client, uint64_t sequence, int64_t tokens) {
-  CallerThread here;
-  absl::StatusOr<client::Ticket> ticket = client.reserve(SequenceId(sequence), tokens);
-  ASSERT_TRUE(ticket.ok()) << ticket.status();
-  fill_ticket(client, *ticket, sequence);
-  ASSERT_TRUE(ticket->seal(tokens, {}, here).ok());
 }
 
 class Needlectl : public ::testing::Test {
@@ -203,6 +193,7 @@ TEST_F(Needlectl, evict_and_drain_name_what_they_did) {
   EXPECT_EQ(daemon_.occupancy("paged").sealed_idle(), 0);
   expect_refused(daemon_, {"evict"}, 2, "either --pages or --sequence");
   expect_refused(daemon_, {"evict", "--sequence", "21"}, 1, "21");
+  EXPECT_EQ(run(daemon_, {"evict", "--pages", "-3"}).exit, 2);
 
   EXPECT_EQ(run(daemon_, {"drain"}).exit, 0);
   EXPECT_FALSE(writer->reserve(SequenceId(23), kPage).ok()) << "a draining daemon takes nothing new";

@@ -383,6 +383,18 @@ inline void fill_ticket(client::Client& client, const client::Ticket& ticket, ui
   }
 }
 
+inline constexpr int64_t kPage = 256;  // tokens a page, of the daemons here
+
+// Stores `tokens` tokens of words that name `sequence`, sealed.
+inline void store(client::Client& client, uint64_t sequence, int64_t tokens) {
+  CallerThread here;
+  absl::StatusOr<client::Ticket> ticket = client.reserve(SequenceId(sequence), tokens);
+  ASSERT_TRUE(ticket.ok()) << ticket.status();
+  fill_ticket(client, *ticket, sequence);
+  const absl::Status sealed = ticket->seal(tokens, {}, here);
+  ASSERT_TRUE(sealed.ok()) << sealed;
+}
+
 // Whether every paged page under a lease holds its sequence's words.
 inline bool lease_is(client::Client& client, const client::Pages& pages, uint64_t sequence) {
   const LayerView layer = client.layer(PoolKind::kPaged, 0, 0);
