@@ -104,15 +104,20 @@ inline absl::Status make_error(ErrorCode code, const std::string& message, int64
   return status;
 }
 
+// The code that a peer or client names; absent for a name that is none of ours.
+inline std::optional<ErrorCode> error_of_name(std::string_view name) {
+  for (const ErrorRow& row : kErrorTable) {
+    if (name == row.name) return row.code;
+  }
+  return std::nullopt;
+}
+
 // Absent for an OK status; kBug for a failure that was not made here.
 inline std::optional<ErrorCode> error_code(const absl::Status& status) {
   if (status.ok()) return std::nullopt;
   const absl::optional<absl::Cord> payload = status.GetPayload(kErrorPayload);
   if (!payload.has_value()) return ErrorCode::kBug;
-  for (const ErrorRow& row : kErrorTable) {
-    if (*payload == row.name) return row.code;
-  }
-  return ErrorCode::kBug;
+  return error_of_name(std::string(*payload)).value_or(ErrorCode::kBug);
 }
 
 inline bool is_error(const absl::Status& status, ErrorCode code) {
@@ -136,14 +141,6 @@ inline int64_t parse_retry_after_ms(std::string_view digits) {
 inline int64_t retry_after_ms(const absl::Status& status) {
   const absl::optional<absl::Cord> payload = status.GetPayload(kRetryAfterPayload);
   return payload.has_value() ? parse_retry_after_ms(std::string(*payload)) : 0;
-}
-
-// The code that a peer or client names; absent for a name that is none of ours.
-inline std::optional<ErrorCode> error_of_name(std::string_view name) {
-  for (const ErrorRow& row : kErrorTable) {
-    if (name == row.name) return row.code;
-  }
-  return std::nullopt;
 }
 
 // The message without the name that make_error() puts in front.
