@@ -88,6 +88,25 @@ void poll_transport(State& state) {
   for (const FetchCompletion& fetched : events.fetched) ship::fetched(state, fetched);
 }
 
+int64_t deadline_ns(const State& state) {
+  return std::min({state.leases.next_expiry_ns(), session_life::next_silence_ns(state), ship::next_deadline_ns(state)});
+}
+
+// A deadline missed by more than this means that the process did not run: it was stopped, starved or suspended. What others
+// said meanwhile still waits in sockets and in the mailbox, so the time since the last message is nobody's silence. A lease
+// ends by time all the same: its reader counts the same time.
+constexpr int64_t kAbsentNs = 100 * kNanosPerMilli;
+
+void take_time(State& state, int64_t now_ns) {
+  const int64_t unseen_ns = now_ns - state.now_ns;
+  if (unseen_ns > kAbsentNs && deadline_ns(state) < now_ns - kAbsentNs) {
+    state.probes.hit(Probe::core_was_absent);
+    session_life::forgive(state, unseen_ns);
+    ship::forgive(state, unseen_ns);
+  }
+  state.now_ns = std::max(state.now_ns, now_ns);
+}
+
 void tick(State& state) {
   read::expire_leases(state);
   session_life::expire_silent(state);
@@ -199,15 +218,12 @@ absl::StatusOr<std::unique_ptr<Core>> Core::start(const CoreOptions& options, co
 
 void Core::handle(Message message) {
   State& state = impl_->state;
-  state.now_ns = std::max(state.now_ns, state.env.clock.now_ns());
+  take_time(state, state.env.clock.now_ns());
   std::visit(Dispatch{state}, message);
   resize::advance(state);
 }
 
-int64_t Core::next_deadline_ns() const {
-  const State& state = impl_->state;
-  return std::min({state.leases.next_expiry_ns(), session_life::next_silence_ns(state), ship::next_deadline_ns(state)});
-}
+int64_t Core::next_deadline_ns() const { return deadline_ns(impl_->state); }
 
 Incarnation Core::incarnation() const { return impl_->state.incarnation; }
 Snapshot Core::snapshot() const { return snapshot_of(impl_->state); }

@@ -22,6 +22,7 @@ namespace needle::server {
   X(session_reattached)         \
   X(session_held_page_stale)    \
   X(ghosts_gone)                \
+  X(core_was_absent)            \
   X(stale_session_refused)      \
   X(ticket_reserved)            \
   X(ticket_repeated)            \

@@ -199,6 +199,10 @@ void died(State& state, const ProcessDied& event) {
   state.probes.hit(Probe::session_died);
 }
 
+void forgive(State& state, int64_t absent_ns) {
+  for (const auto& [id, session] : state.sessions.all()) session->heard_ns += absent_ns;
+}
+
 void expire_silent(State& state) {
   std::vector<SessionId> silent;
   for (const auto& [id, session] : state.sessions.all()) {

@@ -18,6 +18,8 @@ absl::StatusOr<Nothing> acknowledge(State& state, const Acknowledge& request);
 void lost(State& state, const SessionLost& event);
 void died(State& state, const ProcessDied& event);
 
+// `absent_ns` in which this daemon did not run count as nobody's silence.
+void forgive(State& state, int64_t absent_ns);
 // Revokes the sessions that have been silent too long.
 void expire_silent(State& state);
 int64_t next_silence_ns(const State& state);

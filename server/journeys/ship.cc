@@ -681,6 +681,13 @@ void fetched(State& state, const FetchCompletion& completion) {
   pump_all(state);
 }
 
+void forgive(State& state, int64_t absent_ns) {
+  for (auto& [id, part] : state.ships.parts) part.overdue_ns += absent_ns;
+  for (const auto& [wire, ship] : state.ships.all()) {
+    if (ship->unanswered_ns != kNever) ship->unanswered_ns += absent_ns;
+  }
+}
+
 void expire(State& state) {
   // Overdue parts: their peer is stopped or unreachable. The whole endpoint goes; its parts then complete with errors.
   std::vector<NodeId> stopped;

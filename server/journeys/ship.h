@@ -22,7 +22,8 @@ absl::StatusOr<Nothing> cancel(State& state, const ShipCancel& request);
 void peer_message(State& state, const PeerMessage& message);
 void fetched(State& state, const FetchCompletion& completion);
 
-void expire(State& state);  // deadlines, retries, overdue parts
+void forgive(State& state, int64_t absent_ns);  // time in which this daemon did not run: no source was silent, no part overdue
+void expire(State& state);                      // deadlines, retries, overdue parts
 int64_t next_deadline_ns(const State& state);
 
 void fail(State& state, TicketId wire, const absl::Status& cause);

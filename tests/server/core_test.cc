@@ -138,6 +138,35 @@ TEST_F(CoreTest, chunks_whose_records_are_not_understood_are_given_up_and_not_ha
   expect_sound();
 }
 
+// ----------------------------------------------------------------------------------------------------------------- silence
+
+constexpr int64_t kSecond = 1'000'000'000;
+
+TEST_F(CoreTest, time_in_which_the_daemon_did_not_run_is_nobodys_silence) {
+  const SessionId session = attached(1);
+  const ShipStart start{session, TicketId(5), SequenceId(9), NodeId(2), LeaseId(6), 0};
+  ASSERT_TRUE(world_.call(start).ok());
+  world_.clock.now += 10 * kSecond;  // stopped, and going on again: what client and source said meanwhile is not read yet
+  world_.core->handle(Tick{});
+  EXPECT_TRUE(world_.call(Heartbeat{session}).ok());
+  EXPECT_TRUE(world_.call(ShipProgress{session, TicketId(5)}).ok()) << "its source may have answered";
+  expect_sound();
+}
+
+TEST_F(CoreTest, a_client_and_a_source_silent_while_the_daemon_runs_are_found) {
+  const SessionId session = attached(1);
+  const ShipStart start{session, TicketId(5), SequenceId(9), NodeId(2), LeaseId(6), 0};
+  ASSERT_TRUE(world_.call(start).ok());
+  for (const int64_t end = world_.clock.now + 2 * kSecond; world_.clock.now < end; world_.clock.now += kSecond / 50) {
+    EXPECT_FALSE(world_.core->snapshot().sessions[0].silent);
+    world_.core->handle(Tick{});
+  }
+  world_.core->handle(Tick{});
+  EXPECT_TRUE(world_.core->snapshot().sessions[0].silent);
+  EXPECT_EQ(world_.core->snapshot().ships_open, 0);
+  expect_sound();
+}
+
 // ---------------------------------------------------------------------------------------------------------------- outcomes
 
 TEST_F(CoreTest, waiting_for_a_ship_that_was_never_one_says_so) {
