@@ -8,6 +8,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <regex>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -268,6 +269,34 @@ TEST(Coverage, scoring_and_reading_refuse_what_the_table_calls_unsupported) {
       readable = readable || (row != nullptr && row->proof_case != nullptr);
     }
     EXPECT_EQ(check_read_entries(read).ok(), readable) << name_of(element) << ": " << check_read_entries(read);
+  }
+}
+
+// Every operation has a check_<operation>(const ...Args&) in its contract; so the catalogue cannot forget one.
+TEST(Coverage, the_catalogue_has_a_row_for_every_operation) {
+  const std::string catalogue = text_of(source_root() / "kernels" / "README.md");
+  const std::regex check("absl::Status check_([a-z_]+)\\(const [A-Za-z]+Args&");
+  int operations = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(source_root() / "kernels")) {
+    if (entry.path().extension() != ".h") continue;
+    const std::string text = text_of(entry.path());
+    for (std::sregex_iterator found(text.begin(), text.end(), check), end; found != end; ++found, ++operations) {
+      EXPECT_NE(catalogue.find("**" + (*found)[1].str() + "**"), std::string::npos)
+          << "kernels/README.md has no row for " << (*found)[1] << " of " << entry.path().filename();
+    }
+  }
+  EXPECT_GE(operations, 13) << "the contracts are not written as this test expects";
+}
+
+TEST(Coverage, the_catalogue_names_only_files_that_exist) {
+  const std::string catalogue = text_of(source_root() / "kernels" / "README.md");
+  const std::regex file("`([A-Za-z0-9_/]+\\.(?:h|cc|cu|cuh|md))`");
+  for (std::sregex_iterator found(catalogue.begin(), catalogue.end(), file), end; found != end; ++found) {
+    const std::string name = (*found)[1];
+    if (name.find("op.") == 0 || name.find("op_ref") == 0 || name.find("op_cpu") == 0 || name.find("op_battery") != std::string::npos) {
+      continue;  // the pattern of a stem
+    }
+    EXPECT_TRUE(has_source(name) || has_source("../tests/kernels/" + name) || has_source("../" + name)) << name;
   }
 }
 
