@@ -154,7 +154,7 @@ const std::vector<OptionRow<DaemonOptions>>& option_table() {
        "A source that restarts eight times is not coming back."},
       {"ship.count_max", K::kCount, &D::ship_count_max, "256", "1..65536", false, "Ships at once.", "Running hand-overs of a node."},
       {"ship.bytes_in_flight", K::kSize, &D::ship_bytes_in_flight_max, "256M", "4M..64G", false,
-       "Bytes posted and not completed, over all ships.", "Three round trips of 87 GB/s at a millisecond."},
+       "Bytes posted and not completed, over all ships.", "Ten milliseconds of a 200 Gb/s link."},
       {"ship.offer_pages_max", K::kCount, &D::ship_offer_pages_max, "512", "1..4096", false, "Pages an offer lists.",
        "A control message stays below 64 KiB."},
       // --- top-k

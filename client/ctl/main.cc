@@ -613,7 +613,7 @@ int run(int argc, char** argv) {
   app.add_subcommand("audit", "recount everything from scratch and compare");
   app.add_subcommand("options", "every option's value and where it came from");
   std::string probe_peer;
-  CLI::App* probe_command = app.add_subcommand("probe", "prove memory, transport and kernels on this site");
+  CLI::App* probe_command = app.add_subcommand("probe", "recount the pools and show every health facet");
   probe_command->add_option("--peer", probe_peer, "with this peer too");
 
   try {

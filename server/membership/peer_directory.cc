@@ -90,7 +90,7 @@ class PeerDirectory::Impl {
     std::string known;
     for (const auto& [other, unused] : peers_) absl::StrAppend(&known, known.empty() ? "" : ", ", other);
     return make_error(ErrorCode::kNotFound, absl::StrCat("no peer '", name.substr(0, 64), "'; known: ", known.empty() ? "none" : known,
-                                                         ". Name it with --peer or `needlectl peers add`"));
+                                                         ". Name it with --peer or `needlectl peers --add`"));
   }
 
   absl::Status check_format(NodeId node, const std::string& pool_set) const {

@@ -1,6 +1,6 @@
 // The other daemons: their names, addresses, incarnations and formats, and the way to send them a message.
 //
-// Peers are named by the operator (peers.static, `needlectl peers add`) or make themselves known by saying hello. A hello goes out
+// Peers are named by the operator (peers.static, `needlectl peers --add`) or make themselves known by saying hello. A hello goes out
 // every hello_ms to each of them and carries what both sides must know before a ship: incarnation, pool sets with their
 // formats, and the transport's address. Names are what operators and clients use; a NodeId is a name's 32-bit hash, the
 // same in every daemon, which transports use on the wire.
