@@ -55,7 +55,9 @@ int receive(int socket, Datagram& datagram) {
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  const ssize_t got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  ssize_t got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  // Said once where the daemon closed before it read all of ours; what it wrote before, such as a refusal, is still to be had.
+  if (got < 0 && errno == ECONNRESET) got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   if (got < 0) return -errno;
   for (cmsghdr* part = CMSG_FIRSTHDR(&message); part != nullptr; part = CMSG_NXTHDR(&message, part)) {
     if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
@@ -194,7 +196,10 @@ absl::Status Session::connect_and_hello(bool again) {
   std::string body(reinterpret_cast<const char*>(&hello), sizeof hello);
   body.append(reinterpret_cast<const char*>(held.data()), held.size() * sizeof(attach::PageRefWire));
   body.append(options_.pool_set).append(format).append(options_.client_name);
-  if (absl::Status status = send(attach::Type::kHello, body.data(), body.size(), 1); !status.ok()) return status;
+  // A daemon that refuses this user may have closed already: its answer says why.
+  if (absl::Status status = send(attach::Type::kHello, body.data(), body.size(), 1); !status.ok() && !absl::IsUnavailable(status)) {
+    return status;
+  }
   const int64_t deadline_ns = steady_ns() + options_.call_ms * kNanosPerMilli;
   return receive_welcome(again, held, held_lease, deadline_ns);
 }

@@ -49,7 +49,7 @@ const std::vector<OptionRow<DaemonOptions>>& option_table() {
        "name.",
        "One daemon a host is the usual case."},
       {"node.runtime_dir", K::kText, &D::node_runtime_dir, "", "path", false,
-       "Folder of the Unix sockets (attach.sock, grpc.sock, keeper.sock); made with mode 0700.",
+       "Folder of the Unix sockets (attach.sock, grpc.sock, keeper.sock); made with mode 0700, or 0711 where attach.uids names anybody.",
        "Empty: $XDG_RUNTIME_DIR/needle/INSTANCE, or /run/needle/INSTANCE where that variable is not set."},
       {"node.log_level", K::kChoice, &D::log_level, "info", "debug|info|warning|error", false,
        "The least severe line that is written to standard error.", "What an operator wants to read; debug is a line a message."},
@@ -103,7 +103,8 @@ const std::vector<OptionRow<DaemonOptions>>& option_table() {
        "nobody."},
       // --- attach
       {"attach.uids", K::kList, &D::attach_uids, "", "numeric user ids, up to 256", false,
-       "Users besides the daemon's own (and root) whose processes may attach.", "None: memory is shared within one user."},
+       "Users besides the daemon's own (and root) whose processes may attach. They call at listen.advertise, and are no operators.",
+       "None: memory is shared within one user."},
       // --- transport
       {"transport.kind", K::kChoice, &D::transport_kind, "auto", "auto|ucx|none", false,
        "How pages move between daemons. `none` ships nothing.", "auto: UCX where it starts, else none, and health says so."},

@@ -70,7 +70,8 @@ bool wait_for_signal(int signals, int64_t timeout_ms) {
   return ::sigtimedwait(&set, nullptr, &wait) > 0;
 }
 
-absl::Status make_runtime_dir(const std::string& path) {
+// 0711 where other users may attach: they reach attach.sock, which looks at their credentials, and list nothing.
+absl::Status make_runtime_dir(const std::string& path, bool others_attach) {
   std::error_code error;
   std::filesystem::create_directories(path, error);
   struct stat found {};
@@ -82,8 +83,9 @@ absl::Status make_runtime_dir(const std::string& path) {
     return make_error(ErrorCode::kInvalid,
                       absl::StrCat("the runtime folder ", path, " belongs to user ", found.st_uid, ", not to ", ::geteuid()));
   }
-  if (::chmod(path.c_str(), 0700) != 0)
-    return make_error(ErrorCode::kInvalid, absl::StrCat("chmod 0700 ", path, ": ", std::strerror(errno)));
+  if (::chmod(path.c_str(), others_attach ? 0711 : 0700) != 0)
+    return make_error(ErrorCode::kInvalid, absl::StrCat("chmod ", path, ": ", std::strerror(errno)));
+  ::umask(0077);  // sockets are bound before their mode is set
   return absl::OkStatus();
 }
 
@@ -208,7 +210,7 @@ int main_of(const std::vector<std::string>& arguments) {
                                                         .host_name = surroundings.host_name,
                                                         .xdg_runtime_dir = surroundings.xdg_runtime_dir});
   if (!places.ok()) return complain(places.status(), 1);
-  if (absl::Status status = make_runtime_dir(places->runtime_dir); !status.ok()) return complain(status, 2);
+  if (absl::Status status = make_runtime_dir(places->runtime_dir, !options.attach_uids.empty()); !status.ok()) return complain(status, 2);
   if (parsed->action == OptionAction::kKeeper) return run_keeper(*places, options.memory_keeper, signals.get(), log);
 
   if (absl::Status status = check_keeper(options); !status.ok()) return complain(status, 1);

@@ -176,6 +176,7 @@ class Node::Impl final : public Outbox {
     attach.connections_max = options.session_count_max;
     attach.node = plan_.name;
     attach.grpc_target = "unix:" + grpc_path();
+    attach.grpc_target_of_others = plan_.advertise_address;
     attach.build = build_text();
     std::vector<AttachPoolSet> attach_sets;
     for (size_t i = 0; i < plan_.sets.size(); ++i) {

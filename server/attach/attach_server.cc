@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -101,6 +102,10 @@ absl::StatusOr<std::unique_ptr<AttachServer>> AttachServer::start(AttachOptions 
                                                                   SessionRegistry& registry, Post post, Log& log) {
   absl::StatusOr<FileDescriptor> listener = listen_seqpacket(options.path);
   if (!listener.ok()) return listener.status();
+  // Credentials are what lets one in; the file's mode would keep out those that uids names.
+  if (!options.uids.empty() && ::chmod(options.path.c_str(), 0666) != 0) {
+    return make_error(ErrorCode::kInvalid, absl::StrCat("chmod 0666 ", options.path, ": ", std::strerror(errno)));
+  }
   std::unique_ptr<AttachServer> server(
       new AttachServer(std::move(options), std::move(sets), std::move(sources), registry, std::move(post), log));
   server->listener_ = *std::move(listener);
@@ -426,7 +431,9 @@ void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::St
   for (const PageRef& page : reply->held) held.push_back({page.pool.value(), page.page.index.value(), page.page.generation.value(), 0});
   welcome.held_count = static_cast<uint32_t>(held.size());
   welcome.format_bytes = static_cast<uint32_t>(sets_[set].format.size());
-  welcome.target_bytes = static_cast<uint32_t>(options_.grpc_target.size());
+  const bool ours = process.uid == ::geteuid() || process.uid == 0;
+  const std::string& target = ours ? options_.grpc_target : options_.grpc_target_of_others;
+  welcome.target_bytes = static_cast<uint32_t>(target.size());
   welcome.node_bytes = static_cast<uint32_t>(options_.node.size());
   welcome.build_bytes = static_cast<uint32_t>(options_.build.size());
 
@@ -436,7 +443,7 @@ void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::St
                       .tail(pools)
                       .tail(held)
                       .tail(sets_[set].format)
-                      .tail(options_.grpc_target)
+                      .tail(target)
                       .tail(options_.node)
                       .tail(options_.build)
                       .take();

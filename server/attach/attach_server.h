@@ -50,11 +50,12 @@ struct AttachPoolSet {
 
 struct AttachOptions {
   std::string path;
-  std::vector<uint32_t> uids;  // besides our own and root
+  std::vector<uint32_t> uids;  // besides our own and root; where any is named, every user may knock at `path`
   int64_t connections_max = 1024;
   int64_t messages_waiting_max = 4096;
   std::string node;
-  std::string grpc_target;
+  std::string grpc_target;            // told to our own user and root: the Unix socket, at which operators are heard too
+  std::string grpc_target_of_others;  // told to the users of `uids`
   std::string build;
 };
 

@@ -63,9 +63,11 @@ ReceiveResult receive_datagram(int socket, size_t bytes_max, Datagram& datagram,
   message.msg_control = control.data();
   message.msg_controllen = control.size();
   ssize_t size = 0;
+  bool reset = false;  // said once where the other end closed before it read all of ours; its last words are still to be had
   do {
+    reset = size < 0 && errno == ECONNRESET;
     size = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | (wait ? 0 : MSG_DONTWAIT));
-  } while (size < 0 && errno == EINTR);
+  } while (size < 0 && (errno == EINTR || (errno == ECONNRESET && !reset)));
   if (size < 0 && errno == EAGAIN) return ReceiveResult::kWouldBlock;
   if (size < 0) return ReceiveResult::kGone;
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
@@ -107,7 +109,7 @@ absl::StatusOr<FileDescriptor> listen_seqpacket(const std::string& path) {
     ::unlink(path.c_str());  // left behind by a killed owner
   }
   FileDescriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  // The folder is 0700, so nobody connects between bind and chmod.
+  // The folder or the umask keeps others out between bind and chmod.
   if (!socket.is_open() || ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&*address), sizeof(*address)) != 0 ||
       ::chmod(path.c_str(), 0600) != 0 || ::listen(socket.get(), 128) != 0) {
     return make_error(ErrorCode::kInvalid, absl::StrCat("cannot listen at ", path, ": ", std::strerror(errno)));

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -235,6 +236,36 @@ TEST_F(AttachTest, a_client_gets_session_secret_layout_and_both_views_of_each_ch
   EXPECT_TRUE(is_error(registry_.check(SessionId(1), "0123456789abcdef"), ErrorCode::kStale));
   EXPECT_TRUE(is_error(registry_.check(SessionId(2), {reinterpret_cast<const char*>(welcome.secret), 16}), ErrorCode::kStale));
   EXPECT_TRUE(is_error(registry_.check(SessionId(1), ""), ErrorCode::kStale));
+}
+
+TEST_F(AttachTest, another_user_gets_in_where_uids_names_it_and_is_pointed_to_the_tcp_port) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  constexpr uid_t kNamed = 65534;
+  constexpr uid_t kUnnamed = 65533;
+  AttachOptions options;
+  options.uids = {kNamed};
+  options.grpc_target_of_others = "127.0.0.1:7420";
+  start(std::move(options));
+  ASSERT_EQ(::chmod(folder_.c_str(), 0711), 0);
+  const std::string format = format_of("raw");
+  const auto as_user = [&](uid_t user) {  // 0: in, with the TCP port; 1: refused; else something else
+    const pid_t child = ::fork();
+    if (child == 0) {
+      if (::setuid(user) != 0) ::_exit(9);
+      Client client(folder_);
+      client.hello("default", format, attach::kReadOnlyView);
+      const attach::Type heard = client.hear().type;
+      if (heard == attach::Type::kAnswer) ::_exit(1);
+      if (heard != attach::Type::kWelcome) ::_exit(8);
+      const std::string told = client.text_after(sizeof(attach::Welcome));
+      ::_exit(told.find("127.0.0.1:7420") != std::string::npos && told.find("grpc.sock") == std::string::npos ? 0 : 7);
+    }
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  };
+  EXPECT_EQ(as_user(kNamed), 0);
+  EXPECT_EQ(as_user(kUnnamed), 1);
 }
 
 TEST_F(AttachTest, many_chunks_come_in_messages_of_at_most_253_descriptors) {
