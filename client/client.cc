@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -455,6 +457,7 @@ struct Client::RopeTables {
     RopeParameters parameters;
     std::vector<float> cos_sin;
   };
+  static constexpr uint64_t kPositionsLeast = 4096;
   std::vector<std::unique_ptr<Row>> rows ABSL_GUARDED_BY(mutex);  // never shrinks: views into it are given out
 };
 
@@ -538,6 +541,9 @@ absl::StatusOr<RopeTableView> Client::rope_table(const RopeParameters& parameter
     const auto have = static_cast<int64_t>(row->cos_sin.size()) / kRopeDims;
     if (row->parameters == parameters && have >= positions) return RopeTableView{row->cos_sin.data(), have};
   }
+  // Doubled, since none is ever freed: together they stay below twice the largest, however a context grows.
+  static_assert(std::has_single_bit(static_cast<uint64_t>(kRopePositionsMax)));
+  positions = static_cast<int64_t>(std::max(RopeTables::kPositionsLeast, std::bit_ceil(static_cast<uint64_t>(positions))));
   auto row = std::make_unique<RopeTables::Row>();
   row->parameters = parameters;
   row->cos_sin.resize(static_cast<size_t>(positions * kRopeDims));
@@ -748,7 +754,7 @@ absl::StatusOr<TopkAnswer> Client::read_topk(const Pages& pages, const TopkQuery
   const auto members = static_cast<size_t>(answer.stride * queries);
   answer.positions.assign(members, kNoEntry);
   answer.slots.assign(members, kNoEntry);
-  answer.scores.assign(members, 0.0f);
+  answer.scores.assign(members, -std::numeric_limits<float>::infinity());
   answer.counts.assign(static_cast<size_t>(queries), 0);
   answer.variant = static_cast<uint32_t>(score_variant(best_cpu_isa()));
   if (queries == 0) return answer;
@@ -775,7 +781,7 @@ absl::StatusOr<TopkAnswer> Client::read_topk(const Pages& pages, const TopkQuery
     prepare.component = part;
     if (part.rope != RopeStyle::kNone) {
       const int64_t furthest = *std::max_element(query.positions.begin(), query.positions.end());
-      absl::StatusOr<RopeTableView> rope = rope_table(part.rope_table, round_up(furthest + 1, 4096));
+      absl::StatusOr<RopeTableView> rope = rope_table(part.rope_table, furthest + 1);
       if (!rope.ok()) return rope.status();
       prepare.rope = *rope;
       prepare.positions = query.positions.data();

@@ -2,7 +2,9 @@
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -11,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +23,7 @@
 #include "proto/errors.h"
 #include "proto/needle.grpc.pb.h"
 #include "server/attach/attach_server.h"
+#include "server/memory/descriptor_passing.h"
 
 namespace needle::client {
 namespace {
@@ -196,6 +200,53 @@ TEST_F(SessionTest, a_right_whose_grant_was_never_heard_of_is_given_back) {
   EXPECT_FALSE(engine->ship("peer", SequenceId(1), 1'000).ok());
   EXPECT_EQ(rights_.open_now(), std::set<std::string>());
   EXPECT_EQ(rights_.ended(), 4u) << "a ticket, a lease, and a ship with its lease";
+}
+
+TEST_F(SessionTest, a_client_that_is_refused_before_it_was_heard_reads_why) {
+  const server::FileDescriptor door = *server::listen_seqpacket(folder_ + "/refusing.sock");
+  std::thread refuser([&] {
+    const auto readable = [](int fd) {
+      pollfd wait{fd, POLLIN, 0};
+      ASSERT_EQ(::poll(&wait, 1, 10'000), 1);
+    };
+    readable(door.get());
+    const server::FileDescriptor client(::accept4(door.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    readable(client.get());  // Hello is here, and stays unread
+    const std::string words = "user 7 may not attach";
+    attach::Answer answer;
+    answer.status = static_cast<uint32_t>(absl::StatusCode::kPermissionDenied);
+    answer.error = static_cast<uint32_t>(ErrorCode::kWrongOwner);
+    answer.message_bytes = static_cast<uint32_t>(words.size());
+    attach::Header header;
+    header.type = attach::Type::kAnswer;
+    header.body_bytes = static_cast<uint32_t>(sizeof answer + words.size());
+    const std::string bytes = std::string(reinterpret_cast<const char*>(&header), sizeof header) +
+                              std::string(reinterpret_cast<const char*>(&answer), sizeof answer) + words;
+    server::send_datagram(client.get(), std::as_bytes(std::span(bytes)), {});
+  });
+  AttachOptions options;
+  options.socket = folder_ + "/refusing.sock";
+  const absl::Status refused = Client::attach(options).status();
+  refuser.join();
+  EXPECT_TRUE(is_error(refused, ErrorCode::kWrongOwner)) << refused;
+}
+
+TEST_F(SessionTest, a_growing_context_takes_few_rope_tables_and_the_old_ones_stay_good) {
+  const std::unique_ptr<Client> engine = client();
+  const RopeParameters parameters{10'000, 0, 0, 0, 0};
+  std::map<const float*, int64_t> tables;
+  float first_cosine = 0;
+  for (int64_t positions = 1; positions <= 20'000; positions += 100) {
+    const absl::StatusOr<RopeTableView> table = engine->rope_table(parameters, positions);
+    ASSERT_TRUE(table.ok()) << table.status();
+    EXPECT_GE(table->positions, positions);
+    tables[table->cos_sin] = table->positions;
+    first_cosine = tables.begin()->first[kRopeDims];
+    EXPECT_EQ(table->cos_sin[kRopeDims], first_cosine) << "position 1";
+  }
+  EXPECT_EQ(tables.size(), 4u) << "4,096 to 32,768 positions";
+  EXPECT_FALSE(engine->rope_table(parameters, 0).ok());
+  EXPECT_FALSE(engine->rope_table(parameters, kRopePositionsMax + 1).ok());
 }
 
 TEST_F(SessionTest, an_ending_that_is_not_answered_is_repeated_until_it_is) {
