@@ -57,9 +57,10 @@ struct AttachOptions {
   Log* log = nullptr;       // null: silent; must outlive the client
 };
 
-// A sequence's pages. Ids are what kernels' page tables take (int32), generations are checked before and after a read.
+// A sequence's pages. Indices are what kernels' page tables take (int32); generations go to the daemon with every call, so that
+// a stale id is refused.
 struct Pages {
-  int64_t tokens = 0;
+  int64_t tokens = 0;          // raw tokens that the pages hold (a lease) or may hold (a ticket)
   std::vector<PageId> paged;   // from token 0
   std::vector<PageId> window;  // a lease: oldest first; a ticket: a ring, page of token t at (t / window tokens) % size
   PageId state;                // none where the model has no state pool
@@ -114,7 +115,8 @@ class Ticket {
   int64_t matched_tokens() const { return matched_; }  // stored already, at reserve
   int64_t resume_tokens() const { return resume_; }    // recompute from here
 
-  absl::Status extend(int64_t tokens);    // to an absolute length; new pages come zeroed
+  // All lengths are absolute, in raw tokens. CONSUMED once the ticket has ended, STALE after the rights were revoked.
+  absl::Status extend(int64_t tokens);    // new pages come zeroed; OUT_OF_PAGES: nothing was added
   absl::Status publish(int64_t tokens);   // this process may read its own pages up to here
   absl::Status truncate(int64_t tokens);  // takes back published tokens that were not sealed
 
@@ -170,7 +172,7 @@ class Ship {
   ~Ship();
 
   absl::StatusOr<ShipView> progress() const;
-  absl::StatusOr<Lease> wait();  // until it ends, at most its deadline
+  absl::StatusOr<Lease> wait();  // until it ends, at most its deadline; PEER_LOST, CORRUPT, FORFEITED: nothing was published
   absl::Status cancel();
 
  private:
@@ -197,27 +199,29 @@ class Launch {
   uint64_t number_ = 0;
 };
 
+// In raw tokens, from the start.
 struct Match {
-  int64_t matched_tokens = 0;
-  int64_t resume_tokens = 0;
+  int64_t matched_tokens = 0;  // stored already
+  int64_t resume_tokens = 0;   // the furthest of them with all that is needed to go on: recompute from here
 };
 
+// One sequence's index queries. The score is kernels/index_logits.h's, the order kernels/select_topk.h's.
 struct TopkQuery {
   int32_t layer = 0;                    // of the index-K component
   std::span<const uint16_t> q;          // [queries, heads, 128] bf16; raw unless `prepared`
   std::span<const float> head_weights;  // [queries, heads]; raw unless `prepared`
   std::span<const int64_t> positions;   // [queries] token positions; entries complete at them are visible
-  int32_t heads = 0;
-  bool prepared = false;  // RoPE, rotation and weight factors are already applied
-  int32_t k = 512;
-  bool by_rank = false;  // else ascending by position
+  int32_t heads = 0;                    // 1..128
+  bool prepared = false;                // RoPE, rotation and weight factors are already applied
+  int32_t k = 512;                      // 1..8192
+  bool by_rank = false;                 // else ascending by position
 };
 
 struct TopkAnswer {
   int64_t stride = 0;              // members a query, -1 padded
-  std::vector<int32_t> positions;  // [queries, stride] entries
+  std::vector<int32_t> positions;  // [queries, stride] entries, ascending unless by_rank
   std::vector<int32_t> slots;      // [queries, stride] page x slots + offset, for the engine's attention
-  std::vector<float> scores;       // [queries, stride]
+  std::vector<float> scores;       // [queries, stride], -inf padded
   std::vector<int32_t> counts;     // [queries]
   uint32_t variant = 0;            // ScoreVariant
   OpReport report{};               // what had to be left out
@@ -225,6 +229,7 @@ struct TopkAnswer {
 
 class Client {
  public:
+  // UNAVAILABLE, without a code of ours: no daemon there. FORMAT_MISMATCH: both texts are in the message. WRONG_OWNER: a user that attach.uids lacks.
   static absl::StatusOr<std::unique_ptr<Client>> attach(const AttachOptions& options);
   ~Client();  // closes the session; the caller's Launches have ended
   Client(const Client&) = delete;
@@ -233,25 +238,30 @@ class Client {
   // ---- pools
   const ModelFormats& formats() const;
   const PageLayout& layout(PoolKind kind) const;
-  // One layer of one component, for kernels in this process. The read-only view for reads, the other for stores.
+  // One layer of one component, counted in the order of the format's text, for kernels in this process; good for the life of
+  // the client, to be used within a Launch. The read-only view for reads, the other for stores (WRONG_OWNER in a read-only client).
   LayerView layer(PoolKind kind, int component, int layer) const;
   absl::StatusOr<MutableLayerView> writable_layer(PoolKind kind, int component, int layer) const;
   // The state records of one (component, layer): a ticket's record is its pages().state.index.
   absl::StatusOr<StateView> state_view(int component, int layer) const;
-  // A component's RoPE table for at least `positions` positions: built once, owned by the client.
+  // A component's RoPE table for at least `positions` positions, 1..2^24: built once, owned by the client and never freed before it.
   absl::StatusOr<RopeTableView> rope_table(const RopeParameters& parameters, int64_t positions);
-  absl::StatusOr<Launch> launch() const;
-  std::string node() const;   // the daemon's name
-  std::string build() const;  // and what it was built with
+  absl::StatusOr<Launch> launch() const;  // STALE once the session's rights were revoked
+  std::string node() const;               // the daemon's name
+  std::string build() const;              // and what it was built with
 
   // ---- store
+  // `tokens` raw tokens; a name a full page, as many as are known. OUT_OF_PAGES and BUSY carry a hint when to ask again.
   absl::StatusOr<Ticket> reserve(SequenceId sequence, int64_t tokens, std::span<const PageName> names = {});
 
   // ---- read
+  // `names`: from the first full page on. No match is zero tokens here; acquire_prefix wants one that ends at a resume point, else
+  // NOT_FOUND.
   absl::StatusOr<Match> lookup(std::span<const PageName> names) const;
   absl::StatusOr<Lease> acquire(SequenceId sequence) const;
   absl::StatusOr<Lease> acquire_prefix(std::span<const PageName> names) const;
-  // In this process, over the mapped pool. A decode engine with its own buffers calls the kernels itself.
+  // In this process, over the mapped pool; the caller holds the lease or ticket that `pages` is of. A decode engine with its own
+  // buffers calls the kernels itself.
   absl::StatusOr<TopkAnswer> read_topk(const Pages& pages, const TopkQuery& query, Workers& workers);
   // Entries of one layer of one component, widened to bf16 [entries.size(), values]; -1 gives zeros.
   absl::StatusOr<std::vector<uint16_t>> read_entries(const Pages& pages, int component, int layer, std::span<const int32_t> entries,
@@ -260,8 +270,11 @@ class Client {
   absl::StatusOr<TopkAnswer> read_topk_remote(const Lease& lease, const TopkQuery& query);
 
   // ---- ship and go on
+  // Asks this daemon to fetch the sequence from `peer`, a name of peers.static. deadline_ms: at most ship.deadline_max.
+  // NOT_FOUND: no such peer. FORMAT_MISMATCH: both texts are in the message.
   absl::StatusOr<Ship> ship(const std::string& peer, SequenceId sequence, int64_t deadline_ms);
   // Full pages stay shared; the partial page, window and state become the ticket's own (copied here if others read them).
+  // `tokens`: the absolute length to reserve for. The lease is taken; where adopt is refused (OUT_OF_PAGES, ...) it is released.
   absl::StatusOr<Ticket> adopt(Lease lease, SequenceId continuation, int64_t tokens);
 
  private:

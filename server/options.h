@@ -42,7 +42,7 @@ struct CoreOptions {
   int64_t ship_poll_ms = 2;            // ask again while the source is still storing
   int64_t fetch_ms = 5'000;            // a posted part without completion: close the peer's endpoint
   int64_t ship_attempts_max = 8;
-  int64_t bytes_in_flight_max = int64_t{256} << 20;  // three round trips of 87 GB/s at 1 ms
+  int64_t bytes_in_flight_max = int64_t{256} << 20;  // ten milliseconds of a 200 Gb/s link
   int64_t retry_after_ms = 20;                       // the hint that goes with OUT_OF_PAGES and BUSY
 
   int64_t sessions_max = 1'024;
