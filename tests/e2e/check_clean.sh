@@ -3,6 +3,7 @@
 #
 # usage: ./dev check-clean [FOLDER]     FOLDER (default: a temporary one) gets the root; it is removed at the end
 #                                       unless NEEDLE_KEEP_ROOT=1. The log stays at docs/measured/check-clean.log.
+# NEEDLE_CLEAN_CCACHE=FOLDER lends the root a compiler cache; the log says so.
 # The Debian mirror is the one that this machine's apt uses.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -16,7 +17,7 @@ mirror="$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 2>/dev/
 mirror="${mirror:-http://deb.debian.org/debian}"
 
 cleanup() {
-  for mount in proc sys dev/shm dev; do mountpoint -q "$root/$mount" && umount -l "$root/$mount"; done
+  for mount in proc sys dev/shm dev root/.cache/ccache; do mountpoint -q "$root/$mount" && umount -l "$root/$mount"; done
   [ -n "${NEEDLE_KEEP_ROOT:-}" ] || rm -rf --one-file-system "$root"
 }
 trap cleanup EXIT
@@ -36,10 +37,17 @@ mount --bind /dev "$root/dev"
 mkdir -p "$root/dev/shm"
 mountpoint -q "$root/dev/shm" || mount -t tmpfs shm "$root/dev/shm"
 
+# What every installed machine has and a bare root lacks.
+echo '127.0.0.1 localhost' >"$root/etc/hosts"
+if [ -n "${NEEDLE_CLEAN_CCACHE:-}" ]; then
+  mkdir -p "$root/root/.cache/ccache"
+  mount --bind "$NEEDLE_CLEAN_CCACHE" "$root/root/.cache/ccache"
+fi
+
 mkdir -p "$root/src"
 git archive HEAD | tar -x -C "$root/src"
 {
-  echo "# $(date -u +%Y-%m-%d) commit $(git rev-parse --short HEAD), Debian 12 minbase, $(nproc) cores"
+  echo "# $(date -u +%Y-%m-%d) commit $(git rev-parse --short HEAD), Debian 12 minbase, $(nproc) cores${NEEDLE_CLEAN_CCACHE:+, compiler cache lent}"
   for command in './dev demo' './dev test'; do
     echo "\$ $command"
     begin=$SECONDS

@@ -121,9 +121,13 @@ TEST(NodePlan, a_format_from_a_file_takes_the_place_of_the_model) {
 }
 
 TEST(AdvertisedHost, is_the_numeric_address_of_what_peers_are_told) {
-  EXPECT_EQ(*advertised_host("127.0.0.2:7420"), "127.0.0.2");
-  EXPECT_EQ(*advertised_host("[::1]:7420"), "::1");
-  EXPECT_EQ(*advertised_host("localhost:7420"), "127.0.0.1");
+  const auto address_of = [](const char* advertised) {
+    const absl::StatusOr<std::string> host = advertised_host(advertised);
+    return host.ok() ? *host : host.status().ToString();
+  };
+  EXPECT_EQ(address_of("127.0.0.2:7420"), "127.0.0.2");
+  EXPECT_EQ(address_of("[::1]:7420"), "::1");
+  EXPECT_EQ(address_of("localhost:7420"), "127.0.0.1");
   EXPECT_TRUE(is_loopback("127.0.0.2"));
   EXPECT_TRUE(is_loopback("::1"));
   EXPECT_FALSE(is_loopback("192.0.2.1"));
