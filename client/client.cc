@@ -566,6 +566,15 @@ absl::StatusOr<Launch> Client::launch() const {
   return launch;
 }
 
+void Client::count_store(int64_t rows, const OpReport& report) const {
+  attach::ReadCounters* counters = session_->counters();
+  if (counters == nullptr) return;
+  const uint64_t skipped = std::min(report.skipped_rows, static_cast<uint64_t>(std::max<int64_t>(rows, 0)));
+  counters->stores.fetch_add(1, std::memory_order_relaxed);
+  counters->rows_stored.fetch_add(static_cast<uint64_t>(std::max<int64_t>(rows, 0)) - skipped, std::memory_order_relaxed);
+  counters->rows_skipped.fetch_add(skipped, std::memory_order_relaxed);
+}
+
 absl::StatusOr<Ticket> Client::reserve(SequenceId sequence, int64_t tokens, std::span<const PageName> names) {
   if (absl::Status status = only_writers(*session_); !status.ok()) return status;
   v1::ReserveRequest request;

@@ -254,6 +254,10 @@ class Client {
   // `tokens` raw tokens; a name a full page, as many as are known. OUT_OF_PAGES and BUSY carry a hint when to ask again.
   absl::StatusOr<Ticket> reserve(SequenceId sequence, int64_t tokens, std::span<const PageName> names = {});
 
+  // What one launch of a store kernel was given and what its report says, for the daemon's needle_store metrics: engines run those
+  // kernels themselves, so nobody else can count them.
+  void count_store(int64_t rows, const OpReport& report) const;
+
   // ---- read
   // `names`: from the first full page on. No match is zero tokens here; acquire_prefix wants one that ends at a resume point, else
   // NOT_FOUND.

@@ -351,7 +351,10 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
       return absl::ResourceExhaustedError(absl::StrCat("cannot map the daemon's metadata: ", reason(errno)));
     }
     // The page of an earlier session stays mapped: a read on another thread may be counting in it.
-    counters_.store(static_cast<attach::ReadCounters*>(counters), std::memory_order_release);
+    auto* page = static_cast<attach::ReadCounters*>(counters);
+    page->version = 1;
+    page->magic = attach::kReadCountersMagic;  // the daemon believes no page without it
+    counters_.store(page, std::memory_order_release);
 
     MutexLock hold(mutex_);
     session_ = welcome.session;

@@ -33,9 +33,9 @@ struct ReadCounters {
   std::atomic<uint64_t> bytes_read;  // of index-K
   std::atomic<uint64_t> nan_scores;
   std::atomic<uint64_t> absent_entries;
-  std::atomic<uint64_t> stale_reads;    // refused because a right was revoked or a generation had moved
+  std::atomic<uint64_t> stale_reads;    // refused because the rights had been revoked
   std::atomic<uint64_t> exact_rescans;  // OpReport::fallbacks
-  std::atomic<uint64_t> stores;         // store_* launches
+  std::atomic<uint64_t> stores;         // store_* launches, as the engine counts them
   std::atomic<uint64_t> rows_stored;
   std::atomic<uint64_t> rows_skipped;
   std::atomic<uint64_t> latency[kReadLatencyBuckets];

@@ -231,6 +231,18 @@ TEST_F(SessionTest, a_client_that_is_refused_before_it_was_heard_reads_why) {
   EXPECT_TRUE(is_error(refused, ErrorCode::kWrongOwner)) << refused;
 }
 
+TEST_F(SessionTest, the_daemon_sees_what_the_engine_counts) {
+  const std::unique_ptr<Client> engine = client();
+  OpReport report{};
+  report.skipped_rows = 2;
+  engine->count_store(5, report);
+  engine->count_store(7, OpReport{});
+  const server::ReadTotals totals = registry_.read_totals();
+  EXPECT_EQ(totals.stores, 2u);
+  EXPECT_EQ(totals.rows_stored, 10u);
+  EXPECT_EQ(totals.rows_skipped, 2u);
+}
+
 TEST_F(SessionTest, a_growing_context_takes_few_rope_tables_and_the_old_ones_stay_good) {
   const std::unique_ptr<Client> engine = client();
   const RopeParameters parameters{10'000, 0, 0, 0, 0};
