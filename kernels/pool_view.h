@@ -68,7 +68,7 @@ enum OpStatusBit : uint32_t {
   kStatusNanScore = 1u << 2,       // a score was NaN
   kStatusStateMismatch = 1u << 3,  // a store's first position was not the state record's next: nothing written
   kStatusMixedVariants = 1u << 4,  // shards of a merge were scored by different kernel variants
-  kStatusStale = 1u << 5,          // the rights to these pages were revoked while the kernel ran
+  kStatusStale = 1u << 5,          // kept for rights that were revoked while a kernel ran; no kernel sets it yet
   kStatusBadPageTable = 1u << 6,   // a visible length past the page table's row: cut to the row
   kStatusBadPosition = 1u << 7,    // a position outside the RoPE table or the sequence: that row was skipped
 };

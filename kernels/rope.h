@@ -6,7 +6,7 @@
 // the model's rotates keys that its queries do not match. (deepseek-v4 reference: torch.outer in fp32, then polar.)
 //
 // What must stay true:
-//  1. A table is read-only after it was built, belongs to the pool and is charged to it (rope_table_bytes).
+//  1. A table is read-only after it was built and belongs to whoever built it (rope_table_bytes): a client, or one remote read.
 //  2. One layout for both styles: [positions, 32, 2] interleaved cos, sin. The style decides which dimensions a pair
 //     joins, not how the table lies.
 //  3. A pool's keys and its queries use the one table; two engines agree on it by RopeParameters or by the inverse
