@@ -34,7 +34,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       "r"(parity)
       : "memory");
 }
-
 // Hints for the L2 cache: what is read once should leave first, so that scores stay for the selection that follows.
 __device__ __forceinline__ uint64_t cache_evict_first() {
   uint64_t policy;
@@ -44,6 +43,11 @@ __device__ __forceinline__ uint64_t cache_evict_first() {
 __device__ __forceinline__ uint64_t cache_evict_normal() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t cache_evict_unchanged() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "base/units.h"
 #include "kernels/index_logits_cuda.h"
 #include "kernels/index_logits_launch.h"
 #include "kernels/launch.cuh"
@@ -37,10 +38,11 @@ absl::StatusOr<EncodeTensorMap> encode_tensor_map() {
   return found;
 }
 
-// A tensor of bf16 vectors of 128, read in boxes of 64 columns that arrive in the 128-byte swizzle wgmma reads. `rows` of
-// them lie together, `groups` of those `group_stride` bytes apart; a box takes `box_rows` x `box_groups`, and what it has
-// beyond the tensor arrives as zeros.
+// A tensor of vectors of 128 bf16 or fp8 elements, read in boxes of 128 bytes a row that arrive in the 128-byte swizzle wgmma
+// reads. `rows` of them lie together, `groups` of those `group_stride` bytes apart; a box takes `box_rows` x `box_groups`,
+// and what it has beyond the tensor arrives as zeros.
 struct VectorTensor {
+  int element_bytes;
   const void* base;
   int64_t rows, groups, group_stride;
   int box_rows, box_groups;
@@ -49,12 +51,15 @@ absl::Status map_vectors(const char* what, const VectorTensor& tensor, CUtensorM
   absl::StatusOr<EncodeTensorMap> encode = encode_tensor_map();
   if (!encode.ok()) return encode.status();
   const cuuint64_t extents[3] = {kIndexHeadDim, static_cast<cuuint64_t>(tensor.rows), static_cast<cuuint64_t>(tensor.groups)};
-  const cuuint64_t strides[2] = {kIndexHeadDim * 2, static_cast<cuuint64_t>(tensor.group_stride)};
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(tensor.box_rows), static_cast<cuuint32_t>(tensor.box_groups)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(kIndexHeadDim * tensor.element_bytes),
+                                 static_cast<cuuint64_t>(tensor.group_stride)};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / tensor.element_bytes), static_cast<cuuint32_t>(tensor.box_rows),
+                             static_cast<cuuint32_t>(tensor.box_groups)};
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = (*encode)(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(tensor.base), extents, strides, box, steps,
-                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUtensorMapDataType type = tensor.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const CUresult result =
+      (*encode)(&map, type, 3, const_cast<void*>(tensor.base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return absl::InvalidArgumentError(absl::StrCat("index_logits_cuda: cuTensorMapEncodeTiled refused ", what, " at ",
                                                    reinterpret_cast<uintptr_t>(tensor.base), ", ", tensor.rows, " x ", tensor.groups,
@@ -63,15 +68,19 @@ absl::Status map_vectors(const char* what, const VectorTensor& tensor, CUtensorM
   return absl::OkStatus();
 }
 
+// Keys and queries that the matrix unit reads as they are stored.
 absl::Status map_operands(const IndexLogitsArgs& args, const logits::Plan& plan, logits::TensorMaps& maps) {
   const LayerView& keys = args.keys;
+  const int key_bytes = keys.element == ElementFormat::kBf16 ? 2 : 1;
   if (keys.page_count > 0) {
-    const VectorTensor tensor{keys.base, keys.slots_per_page, keys.page_count, keys.page_stride, std::min(keys.slots_per_page, kTileSlots),
-                              1};
+    const VectorTensor tensor{
+        key_bytes, keys.base, keys.slots_per_page, keys.page_count, keys.page_stride, std::min(keys.slots_per_page, kTileSlots), 1};
     if (absl::Status status = map_vectors("keys", tensor, maps.keys); !status.ok()) return status;
   }
-  if (args.q_element == QueryElement::kBf16) {
-    const VectorTensor tensor{args.q, args.heads, args.query_count, int64_t{args.heads} * kIndexHeadDim * 2, plan.heads, plan.tokens};
+  const bool queries_alike = args.q_element == (key_bytes == 2 ? QueryElement::kBf16 : QueryElement::kFp8);
+  if (queries_alike) {
+    const VectorTensor tensor{key_bytes,  args.q,     args.heads, args.query_count, int64_t{args.heads} * kIndexHeadDim * key_bytes,
+                              plan.heads, plan.tokens};
     return map_vectors("queries", tensor, maps.queries);
   }
   return absl::OkStatus();
@@ -123,16 +132,27 @@ absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTu
   plan.tokens = logits::tokens_a_run(plan.heads, args.query_row != nullptr ? kSpeculativeRowsMax : args.queries_per_row);
   plan.blocks = tuning.blocks > 0 ? tuning.blocks : facts->multiprocessors;
   plan.shared_limit = facts->shared_bytes_per_block - tuning.shared_bytes_left;
-  plan.ring_stages_max = args.keys.element == ElementFormat::kBf16 ? tuning.ring_stages_max : tuning.converted_ring_stages_max;
-  const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   const ElementFormat element = args.keys.element;
+  const bool all_fp8 = element == ElementFormat::kFp8 && args.q_element == QueryElement::kFp8 && tuning.wgmma;
+  const bool converted = element != ElementFormat::kBf16 && !all_fp8;
+  plan.ring_stages_max = converted ? tuning.converted_ring_stages_max
+                         : all_fp8 ? tuning.fp8_product_ring_stages_max
+                                   : tuning.ring_stages_max;
+  const int64_t rows = div_ceil(args.query_count, std::max(1, args.queries_per_row));
+  const int64_t capacity_bytes =
+      rows * div_ceil(args.entry_count, args.keys.slots_per_page) * layer_page_bytes(element, kIndexHeadDim, args.keys.slots_per_page);
+  plan.read_once = converted                                           ? tuning.converted_keys_read_once
+                   : capacity_bytes >= tuning.keys_read_once_bytes_min ? tuning.keys_read_once
+                                                                       : CachePriority::kEvictFirst;
+  const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
 #ifdef NEEDLE_HAVE_SM90A
   if (tuning.wgmma) {
     logits::TensorMaps maps;
-    if (element == ElementFormat::kBf16) {
+    if (element == ElementFormat::kBf16 || all_fp8) {
       if (absl::Status status = map_operands(args, plan, maps); !status.ok()) return status;
     }
     return element == ElementFormat::kBf16  ? logits::launch_sm90_bf16(plan, args, maps, cuda_stream)
+           : all_fp8                        ? logits::launch_sm90_fp8_fp8(plan, args, maps, cuda_stream)
            : element == ElementFormat::kFp8 ? logits::launch_sm90_fp8(plan, args, maps, cuda_stream)
                                             : logits::launch_sm90_fp4(plan, args, maps, cuda_stream);
   }

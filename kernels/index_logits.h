@@ -15,7 +15,8 @@
 //  3. A score is bitwise the same within one variant whatever the batch, page order, chunking, thread count, grid or
 //     repeat: it depends on q, weights and that key alone. `variant` names (twin, architecture) and travels with the
 //     scores; two variants agree within the tolerance, not bit for bit.
-//  4. Against float64 on the stored values: relative norm error <= 2e-6. Denormal bf16 inputs and denormal fp32 results may
+//  4. Against float64 on the stored values: relative norm error <= 2e-6; <= 1e-3 where kCudaSm90 multiplies fp8 keys by fp8
+//     queries, as its matrix unit keeps about 14 bits of such a sum (bf16 queries over fp8 keys keep the 2e-6). Denormal bf16 inputs and denormal fp32 results may
 //     count as zero (flushes_denormals() says which variants do).
 //  5. fp8 scales are positive and finite, and ue8m0 bytes of fp4 at most 252, as the store makes them; a key that is not
 //     so gets an unspecified score (NaN where its scale is NaN) and harms nothing else.

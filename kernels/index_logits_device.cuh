@@ -25,6 +25,12 @@ namespace needle::logits {
 // ---------------------------------------------------------------------------------------------------------------
 // Work.
 
+__device__ __forceinline__ uint64_t cache_policy(CachePriority priority) {
+  return priority == CachePriority::kNormal      ? cache_evict_normal()
+         : priority == CachePriority::kUnchanged ? cache_evict_unchanged()
+                                                 : cache_evict_first();
+}
+
 struct Run {
   int token = 0;  // first query
   int count = 0;  // queries, 1..kTokens; 0: there are no more
@@ -298,52 +304,62 @@ __device__ __forceinline__ uint32_t bf16_scale_of_ue8m0(uint32_t code) {  // 2^(
   return one | (one << 16);
 }
 
-// The A operand of a tile that lies in shared memory as it lies in its page: rows `row` and `row + 8` of this lane,
-// converted exactly.
+// A lane's share of a tile that lies in shared memory as it lies in its page: rows `row` and `row + 8`, as they are stored.
 template <ElementFormat kKeys>
-__device__ __forceinline__ void read_keys(const std::byte* tile, int row, int t, uint32_t (&a)[8][4]) {
-  if constexpr (kKeys == ElementFormat::kBf16) {
+struct StoredRows {
+  static constexpr int kChunks = kKeys == ElementFormat::kBf16 ? 4 : kKeys == ElementFormat::kFp8 ? 2 : 1;  // of 16 bytes
+  uint4 low[kChunks], high[kChunks];
+  uint32_t low_scale = 0, high_scale = 0;  // fp4: ue8m0 of the lane's 32 elements
+};
+template <ElementFormat kKeys>
+__device__ __forceinline__ StoredRows<kKeys> load_rows(const std::byte* tile, int row, int t) {
+  using Rows = StoredRows<kKeys>;
+  constexpr int kRowBytes = KeyTraits<kKeys>::kTileBytes / kTileSlots;
+  Rows rows;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 low = *reinterpret_cast<const uint4*>(tile + row * 256 + (t + 4 * i) * 16);
-      const uint4 high = *reinterpret_cast<const uint4*>(tile + (row + 8) * 256 + (t + 4 * i) * 16);
-      const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
-      const uint32_t highs[4] = {high.x, high.y, high.z, high.w};
+  for (int i = 0; i < Rows::kChunks; ++i) {
+    rows.low[i] = *reinterpret_cast<const uint4*>(tile + row * kRowBytes + (t + 4 * i) * 16);
+    rows.high[i] = *reinterpret_cast<const uint4*>(tile + (row + 8) * kRowBytes + (t + 4 * i) * 16);
+  }
+  if constexpr (kKeys == ElementFormat::kFp4) {
+    const std::byte* scales = tile + KeyTraits<kKeys>::kTileBytes;
+    rows.low_scale = static_cast<uint32_t>(scales[row * 4 + t]);
+    rows.high_scale = static_cast<uint32_t>(scales[(row + 8) * 4 + t]);
+  }
+  return rows;
+}
+// The same as A operand, converted exactly.
+template <ElementFormat kKeys>
+__device__ __forceinline__ void convert_rows(const StoredRows<kKeys>& rows, uint32_t (&a)[8][4]) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {  // words 0 and 1 are step 2 i, words 2 and 3 step 2 i + 1
+  for (int i = 0; i < StoredRows<kKeys>::kChunks; ++i) {
+    const uint32_t lows[4] = {rows.low[i].x, rows.low[i].y, rows.low[i].z, rows.low[i].w};
+    const uint32_t highs[4] = {rows.high[i].x, rows.high[i].y, rows.high[i].z, rows.high[i].w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (kKeys == ElementFormat::kBf16) {  // words 0 and 1 are step 2 i, words 2 and 3 step 2 i + 1
         a[2 * i + w / 2][2 * (w % 2)] = lows[w];
         a[2 * i + w / 2][2 * (w % 2) + 1] = highs[w];
-      }
-    }
-  } else if constexpr (kKeys == ElementFormat::kFp8) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint4 low = *reinterpret_cast<const uint4*>(tile + row * 128 + (t + 4 * i) * 16);
-      const uint4 high = *reinterpret_cast<const uint4*>(tile + (row + 8) * 128 + (t + 4 * i) * 16);
-      const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
-      const uint32_t highs[4] = {high.x, high.y, high.z, high.w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
+      } else if constexpr (kKeys == ElementFormat::kFp8) {
         a[4 * i + w][0] = half2_of_e4m3x2(lows[w] & 0xFFFFu);
         a[4 * i + w][1] = half2_of_e4m3x2(highs[w] & 0xFFFFu);
         a[4 * i + w][2] = half2_of_e4m3x2(lows[w] >> 16);
         a[4 * i + w][3] = half2_of_e4m3x2(highs[w] >> 16);
+      } else {
+        const uint32_t low_scale = bf16_scale_of_ue8m0(rows.low_scale);
+        const uint32_t high_scale = bf16_scale_of_ue8m0(rows.high_scale);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          bf16_of_e2m1x4(lows[w] >> (16 * half), low_scale, a[2 * w + half][0], a[2 * w + half][2]);
+          bf16_of_e2m1x4(highs[w] >> (16 * half), high_scale, a[2 * w + half][1], a[2 * w + half][3]);
+        }
       }
     }
-  } else {
-    const uint4 low = *reinterpret_cast<const uint4*>(tile + row * 64 + t * 16);
-    const uint4 high = *reinterpret_cast<const uint4*>(tile + (row + 8) * 64 + t * 16);
-    const std::byte* scales = tile + KeyTraits<kKeys>::kTileBytes;
-    const uint32_t low_scale = bf16_scale_of_ue8m0(static_cast<uint32_t>(scales[row * 4 + t]));
-    const uint32_t high_scale = bf16_scale_of_ue8m0(static_cast<uint32_t>(scales[(row + 8) * 4 + t]));
-    const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
-    const uint32_t highs[4] = {high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int s = 0; s < 8; ++s) {
-      bf16_of_e2m1x4(lows[s / 2] >> (16 * (s % 2)), low_scale, a[s][0], a[s][2]);
-      bf16_of_e2m1x4(highs[s / 2] >> (16 * (s % 2)), high_scale, a[s][1], a[s][3]);
-    }
   }
+}
+template <ElementFormat kKeys>
+__device__ __forceinline__ void read_keys(const std::byte* tile, int row, int t, uint32_t (&a)[8][4]) {
+  convert_rows<kKeys>(load_rows<kKeys>(tile, row, t), a);
 }
 
 // d += A x B, 16 x 8 x 16.
@@ -477,18 +493,31 @@ __device__ __noinline__ inline void report_left_out(OpReport* report, uint32_t s
   }
 }
 
+// What a thread left out, to be reported where a call does no harm: between a multiplication's start and its end it would
+// make the compiler wait.
+struct LeftOut {
+  uint32_t nans = 0, absent = 0, status = 0;
+
+  __device__ __forceinline__ void report(OpReport* to) {
+    if ((nans | absent) == 0) return;
+    report_left_out(to, status, nans, absent);
+    *this = LeftOut{};
+  }
+};
 // Writes one score; NaN in its one pattern, and counted.
-__device__ __forceinline__ void write_score(const IndexLogitsArgs& args, int64_t place, float score) {
+__device__ __forceinline__ void write_score(float* place, float score, LeftOut& left_out) {
   if (score != score) {
     score = __uint_as_float(kNanScoreBits);
-    report_left_out(args.report, kStatusNanScore, 1, 0);
+    ++left_out.nans;
+    left_out.status |= kStatusNanScore;
   }
-  args.scores[place] = score;
+  *place = score;
 }
 // Writes one entry of an absent page.
-__device__ __forceinline__ void write_absent(const IndexLogitsArgs& args, int64_t place, bool in_table) {
-  args.scores[place] = __uint_as_float(kAbsentScoreBits);
-  report_left_out(args.report, kStatusAbsentPage | (in_table ? 0u : kStatusBadPageTable), 0, 1);
+__device__ __forceinline__ void write_absent(float* place, bool in_table, LeftOut& left_out) {
+  *place = __uint_as_float(kAbsentScoreBits);
+  ++left_out.absent;
+  left_out.status |= kStatusAbsentPage | (in_table ? 0u : kStatusBadPageTable);
 }
 
 }  // namespace needle::logits

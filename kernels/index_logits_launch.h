@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/index_logits.h"
+#include "kernels/tuning.h"
 
 namespace needle::logits {
 
@@ -20,6 +21,7 @@ struct Plan {
   int blocks = 0;
   int64_t shared_limit = 0;  // bytes a block may use
   int ring_stages_max = 0;
+  CachePriority read_once = CachePriority::kEvictFirst;
 };
 
 // Queries a run for so many padded heads and so many queries a page-table row: as many as fit 256 columns and are there.
@@ -29,7 +31,7 @@ constexpr int tokens_a_run(int heads, int queries_a_row) {
   return queries_a_row <= 1 ? 1 : 2;
 }
 
-// Tensor maps of bf16 keys and bf16 queries; either is read only where its element is bf16 (queries: where both are).
+// Tensor maps of keys and queries, both bf16 or both fp8; queries alone are not read where they are converted on the way.
 struct TensorMaps {
   CUtensorMap keys{};
   CUtensorMap queries{};
@@ -38,6 +40,7 @@ struct TensorMaps {
 // sm_90a (index_logits_sm90.cuh).
 absl::Status launch_sm90_bf16(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream);
 absl::Status launch_sm90_fp8(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream);
+absl::Status launch_sm90_fp8_fp8(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream);
 absl::Status launch_sm90_fp4(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream);
 
 // Every GPU since sm_90 (index_logits_mma.cuh).

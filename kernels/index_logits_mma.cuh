@@ -30,7 +30,7 @@ struct alignas(16) MmaTail {
   uint64_t empty[kMmaRingStagesMax];
   int64_t sums[kMmaThreads / 32];
   Piece piece;
-  int32_t present[kMmaRingStagesMax];  // as in Sm90Tail
+  int32_t present[kMmaRingStagesMax];  // as in Sm90Control
   alignas(16) float weights[WeightLayout<kHeads>::kToken * kTokens];
   float scales[kHeads * kTokens];  // of the queries, where the matrix element is f16
   int32_t limits[kTokens];
@@ -179,6 +179,7 @@ __global__ void __launch_bounds__(kMmaThreads, 1) index_logits_mma_kernel(const 
       scoring_warps_meet();  // nobody reads the last run's queries any more
       load_query_fragments<kKeys, kHeads, kTokens>(args, piece.run, fragments, tail);
       scoring_warps_meet();
+      LeftOut left_out;
       const int end = piece.tile + tiles_here(piece);
       for (int tile = piece.tile; tile < end; ++tile) {
         if (stage % 4 == pair) {
@@ -204,9 +205,9 @@ __global__ void __launch_bounds__(kMmaThreads, 1) index_logits_mma_kernel(const 
             if (slot >= place.slots || token >= kTokens || entry >= tail.limits[token]) return;
             const int64_t at = (piece.run.token + token) * args.score_stride + entry;
             if (present > 0) {
-              write_score(args, at, kKeys == ElementFormat::kFp8 ? score * scale[half] : score);
+              write_score(args.scores + at, kKeys == ElementFormat::kFp8 ? score * scale[half] : score, left_out);
             } else {
-              write_absent(args, at, present == 0);
+              write_absent(args.scores + at, present == 0, left_out);
             }
           };
           HeadSums sums[2];
@@ -253,6 +254,7 @@ __global__ void __launch_bounds__(kMmaThreads, 1) index_logits_mma_kernel(const 
           parity ^= 1;
         }
       }
+      left_out.report(args.report);
       next_run<kTokens>(args, piece);
     }
   }

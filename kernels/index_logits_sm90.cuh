@@ -29,7 +29,7 @@ namespace needle::logits {
 inline constexpr int kSm90LoaderThreads = 96;
 
 template <int kHeads, int kTokens, int kStagesMax>
-struct alignas(16) Sm90Tail {
+struct alignas(16) Sm90Control {
   uint64_t full[kStagesMax];
   uint64_t empty[kStagesMax];
   uint64_t query_full[2];
@@ -42,28 +42,41 @@ struct alignas(16) Sm90Tail {
   int32_t limits[2][kTokens];  // entries of the chunk that each token of the run sees
 };
 
-template <ElementFormat kKeys, int kHeads, int kTokens>
+template <ElementFormat kKeys, MmaElement kMma, int kHeads, int kTokens>
 struct Sm90Shape {
   static constexpr int kColumns = kHeads * kTokens;
-  static constexpr int kQueryBytes = kColumns * kIndexHeadDim * 2;
-  static constexpr int kStageBytes = KeyTraits<kKeys>::kStageBytes;
+  static constexpr MmaElement kElement = kMma;
+  // Keys that the matrix unit reads where the copy engine put them, 128 bytes a row in its swizzle; others pass through
+  // registers, where they are converted.
+  static constexpr bool kKeysAreOperand = kKeys == ElementFormat::kBf16 || kMma == MmaElement::kE4m3;
+  static constexpr bool kScaled = kKeys == ElementFormat::kFp8;  // one fp32 a key, multiplied in at the end
+  // Keys that are converted: a tile's multiplications run while the tile before is reduced, in a second set of accumulators,
+  // and while the tile after is read. One after the other, a tile takes a group three times as long as its multiplications.
+  static constexpr bool kPipelined = !kKeysAreOperand && kColumns == 64;
+  static constexpr int kSteps = kMma == MmaElement::kE4m3 ? 4 : 8;  // of 32 bytes each
+  static constexpr int kQueryBytes = kColumns * 32 * kSteps;
+  // A tile's values; its scales follow at once, or behind the ring where tiles must begin on a multiple of 1,024.
+  static constexpr int kScaleBytes = kScaled && kKeysAreOperand ? kTileSlots * 4 : 0;
+  static constexpr int kStageBytes = kScaleBytes > 0 ? KeyTraits<kKeys>::kTileBytes : KeyTraits<kKeys>::kStageBytes;
   // Scoring groups of one warpgroup. Up to 128 columns memory rules, and what counts is tiles in the making: three groups,
   // or four where keys are converted first. With 256 columns the matrix unit rules, and shared memory's bandwidth beside
   // it: one wide multiplication by each of two groups, weights in registers, and turns, as two groups that start together
   // would multiply together and reduce together and leave the matrix unit idle meanwhile.
   static constexpr bool kTakeTurns = kColumns == 256;
-  static constexpr int kGroups = kTakeTurns ? 2 : kKeys == ElementFormat::kBf16 ? 3 : 4;
+  static constexpr int kGroups = kTakeTurns ? 2 : 3;
   static constexpr bool kWeightsInRegisters = kGroups < 4;
   static constexpr int kThreads = 128 * (1 + kGroups);
-  static constexpr int kLoaderRegisters = kGroups == 2 ? 40 : kGroups == 3 ? 72 : 56;
-  static constexpr int kScoringRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 144 : 104;
+  static constexpr int kLoaderRegisters = kGroups == 2 ? 40 : 56;
+  static constexpr int kScoringRegisters = kGroups == 2 ? 232 : 152;
   static constexpr int kStagesMax = kColumns == 256 ? 8 : 24;  // every byte counts beside 128 KiB of queries
-  using Tail = Sm90Tail<kHeads, kTokens, kStagesMax>;
+  using Control = Sm90Control<kHeads, kTokens, kStagesMax>;
+  // Shared memory: barriers and small things first, then the queries' operand twice and the ring, whose tiles begin on 1,024.
+  static constexpr int kControlBytes = static_cast<int>((sizeof(Control) + 1023) / 1024 * 1024);
   static constexpr int64_t shared_bytes(int stages) {
-    return 2 * int64_t{kQueryBytes} + int64_t{kStageBytes} * stages + static_cast<int64_t>(sizeof(Tail));
+    return kControlBytes + 2 * int64_t{kQueryBytes} + int64_t{kStageBytes + kScaleBytes} * stages;
   }
   static constexpr int stages_in(int64_t limit, int most) {
-    const int64_t fit = (limit - shared_bytes(0)) / kStageBytes;
+    const int64_t fit = (limit - shared_bytes(0)) / (kStageBytes + kScaleBytes);
     const int stages = static_cast<int>(fit < most ? fit : most) / kGroups * kGroups;  // as many for each group
     return stages < kGroups ? kGroups : stages;
   }
@@ -127,41 +140,41 @@ __device__ __forceinline__ void convert_queries(const IndexLogitsArgs& args, con
   }
 }
 
-template <ElementFormat kKeys, int kHeads, int kTokens>
-__global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1)
+template <ElementFormat kKeys, MmaElement kMma, int kHeads, int kTokens>
+__global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThreads, 1)
     index_logits_sm90_kernel(const __grid_constant__ IndexLogitsArgs args, const __grid_constant__ CUtensorMap key_map,
-                             const __grid_constant__ CUtensorMap query_map, int stages) {
+                             const __grid_constant__ CUtensorMap query_map, int stages, CachePriority read_once) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Shape = Sm90Shape<kKeys, kHeads, kTokens>;
+  using Shape = Sm90Shape<kKeys, kMma, kHeads, kTokens>;
   using Traits = KeyTraits<kKeys>;
   constexpr int kColumns = Shape::kColumns;
-  constexpr MmaElement kElement = Traits::kHalf ? MmaElement::kF16 : MmaElement::kBf16;
   extern __shared__ __align__(1024) std::byte shared[];
-  std::byte* const queries = shared;
-  std::byte* const ring = shared + 2 * Shape::kQueryBytes;
-  auto& tail = *reinterpret_cast<typename Shape::Tail*>(ring + Shape::kStageBytes * stages);
+  auto& control = *reinterpret_cast<typename Shape::Control*>(shared);
+  std::byte* const queries = shared + Shape::kControlBytes;
+  std::byte* const ring = queries + 2 * Shape::kQueryBytes;
+  float* const scales = reinterpret_cast<float*>(ring + Shape::kStageBytes * stages);  // kTileSlots a stage
 
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; ++s) {
-      barrier_init(&tail.full[s], 1);
-      barrier_init(&tail.empty[s], 4);
+      barrier_init(&control.full[s], 1);
+      barrier_init(&control.empty[s], 4);
     }
     for (int b = 0; b < 2; ++b) {
-      barrier_init(&tail.query_full[b], kSm90LoaderThreads);
-      barrier_init(&tail.query_empty[b], 4 * Shape::kGroups);
-      barrier_init(&tail.turn[b], 4);
+      barrier_init(&control.query_full[b], kSm90LoaderThreads);
+      barrier_init(&control.query_empty[b], 4 * Shape::kGroups);
+      barrier_init(&control.turn[b], 4);
     }
     barrier_init_done();
-    if (kKeys == ElementFormat::kBf16) {
+    if (Shape::kKeysAreOperand) {
       tensor_map_prefetch(&key_map);
       tensor_map_prefetch(&query_map);
     }
   }
   let_next_kernel_start();
   wait_for_previous_kernel();
-  Piece piece = find_piece<kTokens, Shape::kThreads>(args, tail.sums, &tail.piece);
+  Piece piece = find_piece<kTokens, Shape::kThreads>(args, control.sums, &control.piece);
   if (piece.left == 0) return;
   const int first_column = static_cast<int>(args.entry_begin) / args.keys.slots_per_page;
 
@@ -169,7 +182,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
     keep_registers_at_most<Shape::kLoaderRegisters>();
     if (warp == 0) {
       // Keys that several runs read (prefill) stay in L2 as anything does; keys read once make room for scores.
-      const uint64_t policy = args.query_row == nullptr ? cache_evict_first() : cache_evict_normal();
+      const uint64_t policy = args.query_row == nullptr ? cache_policy(read_once) : cache_evict_normal();
       // Lane l feeds tile l of every 32. A few lanes wait, announce and copy side by side: one alone would take longer to
       // issue a tile of fp8 than memory to deliver it. All 32 at once would drain the ring before they refill it.
       constexpr int kTogether = Shape::kGroups;  // never more than there are stages
@@ -191,14 +204,21 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
             if (lane / kTogether == first / kTogether && lane < here) {
               const TilePlace place = place_of_tile(args, first_column, base + lane);
               std::byte* const to = ring + Shape::kStageBytes * my_stage;
-              uint64_t* const full = &tail.full[my_stage];
-              barrier_wait(&tail.empty[my_stage], my_parity);
+              uint64_t* const full = &control.full[my_stage];
+              barrier_wait(&control.empty[my_stage], my_parity);
               if (page < 0) {
-                tail.present[my_stage] = piece.run.row >= 0 && place.column < args.pages.pages_per_row ? 0 : -1;
+                control.present[my_stage] = piece.run.row >= 0 && place.column < args.pages.pages_per_row ? 0 : -1;
                 barrier_arrive(full);
               } else {
-                tail.present[my_stage] = 1;
-                if constexpr (kKeys == ElementFormat::kBf16) {
+                control.present[my_stage] = 1;
+                if constexpr (kMma == MmaElement::kE4m3) {
+                  const uint32_t value_bytes = static_cast<uint32_t>(min(kTileSlots, args.keys.slots_per_page)) * 128;
+                  const uint32_t scale_bytes = static_cast<uint32_t>((place.slots * 4 + 15) / 16 * 16);
+                  const std::byte* from = args.keys.base + page * args.keys.page_stride + args.keys.slots_per_page * 128;
+                  barrier_arrive_expect(full, value_bytes + scale_bytes);
+                  tensor_copy(to, &key_map, 0, place.slot, page, full, policy);
+                  bulk_copy(scales + my_stage * kTileSlots, from + place.slot * 4, scale_bytes, full, policy);
+                } else if constexpr (kKeys == ElementFormat::kBf16) {
                   const uint32_t half_bytes = static_cast<uint32_t>(min(kTileSlots, args.keys.slots_per_page)) * 128;
                   barrier_arrive_expect(full, 2 * half_bytes);
                   tensor_copy(to, &key_map, 0, place.slot, page, full, policy);
@@ -228,37 +248,40 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
       }
     } else {
       const int thread = static_cast<int>(threadIdx.x) - 32;
-      int buffer = 0;
-      uint32_t parity = 1;
-      while (piece.left > 0) {
-        barrier_wait(&tail.query_empty[buffer], parity);
+      const auto load_queries = [&](const Run& run, int buffer) {
         std::byte* const operand = queries + buffer * Shape::kQueryBytes;
-        float* const weights = tail.weights[buffer];
-        load_limits<kTokens>(args, piece.run, thread, tail.limits[buffer]);
-        if (kKeys == ElementFormat::kBf16 && args.q_element == QueryElement::kBf16) {
+        float* const weights = control.weights[buffer];
+        load_limits<kTokens>(args, run, thread, control.limits[buffer]);
+        if (Shape::kKeysAreOperand && (kMma == MmaElement::kE4m3 || args.q_element == QueryElement::kBf16)) {
           if (thread == 0) {
-            expect_bytes(&tail.query_full[buffer], Shape::kQueryBytes);
-            for (int half = 0; half < 2; ++half) {
-              tensor_copy(operand + half * (kColumns * 128), &query_map, 64 * half, 0, piece.run.token, &tail.query_full[buffer],
+            expect_bytes(&control.query_full[buffer], Shape::kQueryBytes);
+            for (int half = 0; half < Shape::kSteps / 4; ++half) {
+              tensor_copy(operand + half * (kColumns * 128), &query_map, 64 * half, 0, run.token, &control.query_full[buffer],
                           cache_evict_normal());
             }
           }
           for (int n = thread; n < kColumns; n += kSm90LoaderThreads) {
             const int token = n / kHeads, head = n % kHeads;
             weights[WeightLayout<kHeads>::place(n)] =
-                token < piece.run.count && head < args.heads
-                    ? __ldg(args.head_weights + static_cast<int64_t>(piece.run.token + token) * args.heads + head)
+                token < run.count && head < args.heads
+                    ? __ldg(args.head_weights + static_cast<int64_t>(run.token + token) * args.heads + head)
                     : 0.0f;
           }
         } else if (args.q_element == QueryElement::kBf16) {
-          convert_queries<kKeys, kHeads, kTokens, QueryElement::kBf16>(args, piece.run, thread, operand, weights);
+          convert_queries<kKeys, kHeads, kTokens, QueryElement::kBf16>(args, run, thread, operand, weights);
         } else if (args.q_element == QueryElement::kFp8) {
-          convert_queries<kKeys, kHeads, kTokens, QueryElement::kFp8>(args, piece.run, thread, operand, weights);
+          convert_queries<kKeys, kHeads, kTokens, QueryElement::kFp8>(args, run, thread, operand, weights);
         } else {
-          convert_queries<kKeys, kHeads, kTokens, QueryElement::kFp4>(args, piece.run, thread, operand, weights);
+          convert_queries<kKeys, kHeads, kTokens, QueryElement::kFp4>(args, run, thread, operand, weights);
         }
         shared_written();
-        barrier_arrive(&tail.query_full[buffer]);
+        barrier_arrive(&control.query_full[buffer]);
+      };
+      int buffer = 0;
+      uint32_t parity = 1;
+      while (piece.left > 0) {
+        barrier_wait(&control.query_empty[buffer], parity);
+        load_queries(piece.run, buffer);
         buffer ^= 1;
         parity ^= buffer == 0 ? 1 : 0;
         next_run<kTokens>(args, piece);
@@ -269,103 +292,169 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
     const int group = warp / 4 - 1;  // scores what arrives in ring stages group, group + kGroups ..
     const int t = lane % 4;
     const int row = 16 * (warp % 4) + lane / 4;  // and row + 8
-    int stage = 0, buffer = 0;
+    const int my_row = row + 8 * (t & 1);        // the one whose sum this lane ends with
+    const uint32_t ring_tile = wgmma_tile_start(shared_address(ring));
+    int stage = group, buffer = 0;
+    int ahead = group;  // tiles of the other groups before this one's next
     uint32_t parity = 0, query_parity = 0;
     uint32_t turn_parity = group == 0 ? 1 : 0;  // the first turn is group 0's
-    float d[kColumns / 2];
+    float d[Shape::kPipelined ? 2 : 1][kColumns / 2];
+    LeftOut left_out;
     while (piece.left > 0) {
-      barrier_wait(&tail.query_full[buffer], query_parity);
-      const uint32_t query_address = shared_address(queries + buffer * Shape::kQueryBytes);
+      barrier_wait(&control.query_full[buffer], query_parity);
+      const uint32_t query_tile = __shfl_sync(0xFFFFFFFFu, wgmma_tile_start(shared_address(queries + buffer * Shape::kQueryBytes)), 0);
       float4 weight[Shape::kWeightsInRegisters ? kColumns / 16 : 1] = {};
       if constexpr (Shape::kWeightsInRegisters) {
 #pragma unroll
         for (int i = 0; i < kColumns / 16; ++i) {
-          weight[i] = WeightLayout<kHeads>::of(tail.weights[buffer], i / (kHeads / 16), t)[i % (kHeads / 16)];
+          weight[i] = WeightLayout<kHeads>::of(control.weights[buffer], i / (kHeads / 16), t)[i % (kHeads / 16)];
         }
       }
-      const auto sum_of = [&](int token) {
-        HeadSums sums;
-        add_heads<kHeads>(sums, d + token * (kHeads / 2), [&](int j) {
-          if constexpr (Shape::kWeightsInRegisters) return weight[token * (kHeads / 16) + j / 2];
-          return WeightLayout<kHeads>::of(tail.weights[buffer], token, t)[j / 2];
-        });
-        return sums.rows();
-      };
+      const int limit = control.limits[buffer][0];  // of the only token, where there is one
+      float* const run_scores = args.scores + piece.run.token * args.score_stride;
       const int end = piece.tile + tiles_here(piece);
-      for (int tile = piece.tile; tile < end; ++tile) {
-        if (stage % Shape::kGroups == group) {
-          barrier_wait(&tail.full[stage], parity);
-          const std::byte* const keys = ring + Shape::kStageBytes * stage;
-          const int present = tail.present[stage];
-          const TilePlace place = place_of_tile(args, first_column, tile);
-          const int my_row = row + 8 * (t & 1);  // the row whose sum this lane ends with
-          const int entry = place.entry + my_row;
-          float scale = 1.0f;
-          if constexpr (kKeys == ElementFormat::kBf16) {
-            const uint32_t key_address = shared_address(keys);
-            if constexpr (Shape::kTakeTurns) barrier_wait(&tail.turn[group], turn_parity);
-            wgmma_begin();
-#pragma unroll
-            for (int s = 0; s < 8; ++s) {
-              wgmma_shared<kColumns, kElement>(d, wgmma_tile(key_address + (s / 4) * (kTileSlots * 128) + (s % 4) * 32),
-                                               wgmma_tile(query_address + (s / 4) * (kColumns * 128) + (s % 4) * 32), s);
-            }
-            wgmma_commit();
-            if (Shape::kTakeTurns && lane == 0) barrier_arrive(&tail.turn[1 - group]);
-            wgmma_wait<0>();
-            if (lane == 0) barrier_arrive(&tail.empty[stage]);
-          } else {
-            uint32_t a[8][4];
-            read_keys<kKeys>(keys, row, t, a);
-            if constexpr (kKeys == ElementFormat::kFp8) {
-              scale = *reinterpret_cast<const float*>(keys + Traits::kTileBytes + my_row * 4);
-            }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(&tail.empty[stage]);
-#pragma unroll
-            for (int s = 0; s < 8; ++s) wgmma_operand(a[s]);
-            if constexpr (Shape::kTakeTurns) barrier_wait(&tail.turn[group], turn_parity);
-            wgmma_begin();
-#pragma unroll
-            for (int s = 0; s < 8; ++s) {
-              wgmma_registers<kColumns, kElement>(d, a[s], wgmma_tile(query_address + (s / 4) * (kColumns * 128) + (s % 4) * 32), s);
-            }
-            wgmma_commit();
-            if (Shape::kTakeTurns && lane == 0) barrier_arrive(&tail.turn[1 - group]);
-            wgmma_wait<0>();
-          }
-          turn_parity ^= 1;
-          clear_padding<kColumns, kHeads>(d, args.heads);
-          const bool in_tile = my_row < place.slots;
-          const auto finish = [&](int token, float score) {
-            if (!in_tile || entry >= tail.limits[buffer][token]) return;
-            const int64_t at = (piece.run.token + token) * args.score_stride + entry;
-            if (present > 0) {
-              write_score(args, at, score);
-            } else {
-              write_absent(args, at, present == 0);
-            }
-          };
-          if constexpr (kTokens == 1) {
-            float score = sum_quad(sum_of(0));
-            if constexpr (kKeys == ElementFormat::kFp8) score *= scale;
-            if (t < 2) finish(0, score);
-          } else {
-#pragma unroll
-            for (int token = 0; token < kTokens; token += 2) {
-              float score = sum_quad_two(sum_of(token), sum_of(token + 1));
-              if constexpr (kKeys == ElementFormat::kFp8) score *= scale;
-              finish(token + t / 2, score);
-            }
-          }
-        }
-        if (++stage == stages) {
-          stage = 0;
+      int tile = piece.tile + ahead;
+      struct Tile {
+        int index, present;
+        float scale;  // of the key whose score this lane ends with
+      };
+      const auto next_stage = [&] {
+        stage += Shape::kGroups;
+        if (stage >= stages) {
+          stage = group;
           parity ^= 1;
         }
+      };
+      // The scores of a tile whose products are in `products`.
+      const auto reduce = [&](float(&products)[kColumns / 2], const Tile& done) {
+        const auto sum_of = [&](int token) {
+          HeadSums sums;
+          add_heads<kHeads>(sums, products + token * (kHeads / 2), [&](int j) {
+            if constexpr (Shape::kWeightsInRegisters) return weight[token * (kHeads / 16) + j / 2];
+            return WeightLayout<kHeads>::of(control.weights[buffer], token, t)[j / 2];
+          });
+          return sums.rows();
+        };
+        clear_padding<kColumns, kHeads>(products, args.heads);
+        const TilePlace place = place_of_tile(args, first_column, done.index);
+        const bool in_tile = my_row < place.slots;
+        const int entry = place.entry + my_row;
+        const auto finish = [&](int token, float score) {
+          if (!in_tile || entry >= (kTokens == 1 ? limit : control.limits[buffer][token])) return;
+          float* const to = run_scores + token * args.score_stride + entry;
+          if (done.present > 0) {
+            write_score(to, score, left_out);
+          } else {
+            write_absent(to, done.present == 0, left_out);
+          }
+        };
+        if constexpr (kTokens == 1) {
+          float score = sum_quad(sum_of(0));
+          if constexpr (Shape::kScaled) score *= done.scale;
+          if (t < 2) finish(0, score);
+        } else {
+#pragma unroll
+          for (int token = 0; token < kTokens; token += 2) {
+            float score = sum_quad_two(sum_of(token), sum_of(token + 1));
+            if constexpr (Shape::kScaled) score *= done.scale;
+            finish(token + t / 2, score);
+          }
+        }
+      };
+      if constexpr (Shape::kKeysAreOperand) {
+        for (; tile < end; tile += Shape::kGroups) {
+          barrier_wait(&control.full[stage], parity);
+          Tile now{tile, control.present[stage], 1.0f};
+          if constexpr (Shape::kScaled) now.scale = scales[stage * kTileSlots + my_row];
+          const uint32_t key_tile = __shfl_sync(0xFFFFFFFFu, ring_tile + static_cast<uint32_t>(Shape::kStageBytes / 16 * stage), 0);
+          if constexpr (Shape::kTakeTurns) barrier_wait(&control.turn[group], turn_parity);
+          wgmma_begin();
+#pragma unroll
+          for (int s = 0; s < Shape::kSteps; ++s) {
+            wgmma_shared<kColumns, Shape::kElement>(d[0], wgmma_tile_at(key_tile, (s / 4) * (kTileSlots * 128) + (s % 4) * 32),
+                                                    wgmma_tile_at(query_tile, (s / 4) * (kColumns * 128) + (s % 4) * 32), s);
+          }
+          wgmma_commit();
+          if (Shape::kTakeTurns && lane == 0) barrier_arrive(&control.turn[1 - group]);
+          wgmma_wait<0>();
+          wgmma_result(d[0]);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(&control.empty[stage]);
+          turn_parity ^= 1;
+          next_stage();
+          reduce(d[0], now);
+        }
+      } else {
+        uint32_t a[8][4];
+        StoredRows<kKeys> rows;
+        const auto fetch = [&](int index) {
+          barrier_wait(&control.full[stage], parity);
+          const std::byte* const keys = ring + Shape::kStageBytes * stage;
+          Tile now{index, control.present[stage], 1.0f};
+          rows = load_rows<kKeys>(keys, row, t);
+          if constexpr (Shape::kScaled) now.scale = *reinterpret_cast<const float*>(keys + Traits::kTileBytes + my_row * 4);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(&control.empty[stage]);
+          next_stage();
+          return now;
+        };
+        const auto multiply = [&](float(&products)[kColumns / 2]) {
+          convert_rows<kKeys>(rows, a);
+#pragma unroll
+          for (int s = 0; s < 8; ++s) wgmma_operand(a[s]);
+          if constexpr (Shape::kTakeTurns) barrier_wait(&control.turn[group], turn_parity);
+          wgmma_begin();
+#pragma unroll
+          for (int s = 0; s < 8; ++s) {
+            wgmma_registers<kColumns, Shape::kElement>(products, a[s], wgmma_tile_at(query_tile, (s / 4) * (kColumns * 128) + (s % 4) * 32),
+                                                       s);
+          }
+          wgmma_commit();
+          if (Shape::kTakeTurns && lane == 0) barrier_arrive(&control.turn[1 - group]);
+          turn_parity ^= 1;
+        };
+        if constexpr (!Shape::kPipelined) {
+          for (; tile < end; tile += Shape::kGroups) {
+            const Tile now = fetch(tile);
+            multiply(d[0]);
+            wgmma_wait<0>();
+            wgmma_result(d[0]);
+            reduce(d[0], now);
+          }
+        } else if (tile < end) {
+          // The multiplication in flight meets no branch but the loop's own: the compiler would end it there.
+          Tile now = fetch(tile);
+          multiply(d[0]);
+          tile += Shape::kGroups;
+          for (; tile + Shape::kGroups < end; tile += 2 * Shape::kGroups) {
+            const Tile next = fetch(tile);
+            wgmma_wait<0>();
+            wgmma_result(d[0]);
+            multiply(d[1]);
+            reduce(d[0], now);
+            now = fetch(tile + Shape::kGroups);
+            wgmma_wait<0>();
+            wgmma_result(d[1]);
+            multiply(d[0]);
+            reduce(d[1], next);
+          }
+          wgmma_wait<0>();
+          wgmma_result(d[0]);
+          reduce(d[0], now);
+          if (tile < end) {
+            now = fetch(tile);
+            multiply(d[0]);
+            wgmma_wait<0>();
+            wgmma_result(d[0]);
+            reduce(d[0], now);
+            tile += Shape::kGroups;
+          }
+        }
       }
+      ahead = tile - end;
+      left_out.report(args.report);
       __syncwarp();
-      if (lane == 0) barrier_arrive(&tail.query_empty[buffer]);
+      if (lane == 0) barrier_arrive(&control.query_empty[buffer]);
       buffer ^= 1;
       query_parity ^= buffer == 0 ? 1 : 0;
       next_run<kTokens>(args, piece);
@@ -375,9 +464,9 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kHeads, kTokens>::kThreads, 1
 }
 
 // Host: launches the kernel for this shape; the ring fills the block's shared memory up to ring_stages_max.
-template <ElementFormat kKeys, int kHeads, int kTokens>
+template <ElementFormat kKeys, MmaElement kMma, int kHeads, int kTokens>
 absl::Status launch_sm90(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream) {
-  using Shape = Sm90Shape<kKeys, kHeads, kTokens>;
+  using Shape = Sm90Shape<kKeys, kMma, kHeads, kTokens>;
   // 227 KiB is what sm_90 gives a block. Six tiles of bf16 are three in the making for each of the two groups.
   static_assert(Shape::stages_in(227 * 1024, Shape::kStagesMax) >= (Shape::kGroups == 2 ? 6 : Shape::kGroups),
                 "the ring has become too short");
@@ -387,14 +476,14 @@ absl::Status launch_sm90(const Plan& plan, const IndexLogitsArgs& args, const Te
   shape.grid = dim3(static_cast<unsigned>(plan.blocks));
   shape.block = dim3(Shape::kThreads);
   shape.shared_bytes = static_cast<size_t>(Shape::shared_bytes(stages));
-  return launch("index_logits_cuda", index_logits_sm90_kernel<kKeys, kHeads, kTokens>, shape, stream, args, maps.keys, maps.queries,
-                stages);
+  return launch("index_logits_cuda", index_logits_sm90_kernel<kKeys, kMma, kHeads, kTokens>, shape, stream, args, maps.keys, maps.queries,
+                stages, plan.read_once);
 }
 
-template <ElementFormat kKeys>
+template <ElementFormat kKeys, MmaElement kMma>
 absl::Status launch_sm90_of(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream) {
 #define NEEDLE_SHAPE(HEADS, TOKENS) \
-  if (plan.heads == HEADS && plan.tokens == TOKENS) return launch_sm90<kKeys, HEADS, TOKENS>(plan, args, maps, stream);
+  if (plan.heads == HEADS && plan.tokens == TOKENS) return launch_sm90<kKeys, kMma, HEADS, TOKENS>(plan, args, maps, stream);
   NEEDLE_SHAPE(64, 1)
   NEEDLE_SHAPE(64, 2)
   NEEDLE_SHAPE(64, 4)

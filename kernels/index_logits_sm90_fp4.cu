@@ -3,7 +3,7 @@
 namespace needle::logits {
 
 absl::Status launch_sm90_fp4(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream) {
-  return launch_sm90_of<ElementFormat::kFp4>(plan, args, maps, stream);
+  return launch_sm90_of<ElementFormat::kFp4, MmaElement::kBf16>(plan, args, maps, stream);
 }
 
 }  // namespace needle::logits

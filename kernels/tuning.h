@@ -10,6 +10,9 @@
 
 namespace needle {
 
+// How keys that are read once stand in L2 against everything else.
+enum class CachePriority { kEvictFirst, kNormal, kUnchanged };
+
 // index_logits. A block's shared memory holds the queries' operand twice (the next run loads while this one is scored)
 // and fills the rest with a ring of key tiles.
 struct LogitsTuning {
@@ -17,9 +20,18 @@ struct LogitsTuning {
   // Key tiles in flight. On an H200 64 x 131,072 bf16 keys took 536 us with 6 or 9 stages and 562 with 12: more only
   // lengthens memory's queue, and every other load waits in it (16 x 16,384: 21.7 us with 6, 22.7 with 9, 23.4 with 12).
   int ring_stages_max = 6;
-  // The same for fp8 and fp4, whose tiles are smaller and are held longer (64 x 131,072 fp8: 435 us with 4, 416 with 12,
-  // 396 with 20; 16 x 16,384: 25.4, 28.1, 31.0).
-  int converted_ring_stages_max = 12;
+  // The same for fp8 and fp4 keys, whose tiles are smaller; those that are converted are held longer (64 x 131,072 fp8: 320
+  // to 340 us with any of 6 to 15; 16 x 16,384: 26.3, 25.5 and 25.5 with 6, 9 and 12).
+  int converted_ring_stages_max = 9;
+  // fp8 keys that meet fp8 queries as they are (64 x 131,072: 281 us with 9, 275 with 12, 274 with 15).
+  int fp8_product_ring_stages_max = 15;
+  // Of keys that the matrix unit reads as they are. 64 x 131,072 (2.1 GB): bf16 533 us with evict-first, 600 normal, 520
+  // unchanged; fp8 product 287, 300, 275. Less is read faster with evict-first (16 x 16,384 bf16: 21.3 us, unchanged 21.8), so
+  // a call whose capacity is below this keeps that.
+  CachePriority keys_read_once = CachePriority::kUnchanged;
+  int64_t keys_read_once_bytes_min = int64_t{400} << 20;
+  // Of keys that are converted (fp8: 335, 340 and 344 us).
+  CachePriority converted_keys_read_once = CachePriority::kEvictFirst;
   int64_t shared_bytes_left = 0;  // of the block's limit, left unused (another kernel's block may start beside)
   int blocks = 0;                 // persistent blocks; 0: one a multiprocessor
 };

@@ -1,4 +1,4 @@
-// wgmma (sm_90a): a warpgroup multiplies 64 rows of A by kColumns columns of B, 16 deep, into fp32 registers.
+// wgmma (sm_90a): a warpgroup multiplies 64 rows of A by kColumns columns of B, 32 bytes deep, into fp32 registers.
 //
 // What must stay true:
 //  1. Operands lie K-major in shared memory in the 128-byte swizzle: rows of 128 bytes, 16-byte chunk c of row r at chunk
@@ -25,28 +25,38 @@ __device__ __forceinline__ void wgmma_operand(uint32_t (&a)[4]) {
   asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
 }
 
-// Descriptor of a K-major tile in the 128-byte swizzle at this shared address: start, then 1,024 bytes from one group
-// of eight rows to the next; swizzle mode 1 = 128 bytes. The leading offset is not used in this mode.
-__device__ __forceinline__ uint64_t wgmma_tile(uint32_t shared_address) {
-  return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) | (static_cast<uint64_t>(1) << 16) |
-         static_cast<uint64_t>((shared_address & 0x3FFFFu) >> 4);
+// Keeps the compiler from reading a result before the wait that stands above this call.
+template <int kCount>
+__device__ __forceinline__ void wgmma_result(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-enum class MmaElement { kBf16, kF16 };
+// Descriptor of a K-major tile in the 128-byte swizzle at this shared address: start, then 1,024 bytes from one group
+// of eight rows to the next; swizzle mode 1 = 128 bytes. The leading offset is not used in this mode. The start counts in 16
+// bytes and stays below 2^14, so a step inside the tile is a plain addition (wgmma_tile_at) that the compiler does in
+// uniform registers; built anew for each multiplication, a descriptor would take longer than the multiplication.
+__device__ __forceinline__ uint32_t wgmma_tile_start(uint32_t shared_address) { return (1u << 16) | ((shared_address & 0x3FFFFu) >> 4); }
+__device__ __forceinline__ uint64_t wgmma_tile_at(uint32_t start, int bytes) {
+  constexpr uint64_t kHigh = (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32);
+  return kHigh | (start + static_cast<uint32_t>(bytes / 16));
+}
 
-#define NEEDLE_WGMMA_SS_64(TYPE)                                                                                                         \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                     \
+enum class MmaElement { kBf16, kF16, kE4m3 };
+
+#define NEEDLE_WGMMA_SS_64(TYPE, MAJOR)                                                                                                  \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64" TYPE                                      \
                " {"                                                                                                                      \
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"                                          \
-               "}, %32, %33, p, 1, 1, 0, 0;\n}"                                                                                          \
+               "}, %32, %33, p, 1, 1" MAJOR ";\n}"                                                                                       \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), \
                  "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),    \
                  "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),    \
                  "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                                                      \
                : "l"(a), "l"(b), "r"(accumulate))
 #define NEEDLE_WGMMA_RS_64(TYPE)                                                                                                         \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                     \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64" TYPE                                      \
                " {"                                                                                                                      \
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"                                          \
@@ -57,14 +67,14 @@ enum class MmaElement { kBf16, kF16 };
                  "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                                                      \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 
-#define NEEDLE_WGMMA_SS_128(TYPE)                                                                                                        \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                    \
+#define NEEDLE_WGMMA_SS_128(TYPE, MAJOR)                                                                                                 \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128" TYPE                                     \
                " {"                                                                                                                      \
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                        \
                "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                        \
                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                                          \
-               "}, %64, %65, p, 1, 1, 0, 0;\n}"                                                                                          \
+               "}, %64, %65, p, 1, 1" MAJOR ";\n}"                                                                                       \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), \
                  "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),    \
                  "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),    \
@@ -74,7 +84,7 @@ enum class MmaElement { kBf16, kF16 };
                  "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])     \
                : "l"(a), "l"(b), "r"(accumulate))
 #define NEEDLE_WGMMA_RS_128(TYPE)                                                                                                        \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                    \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128" TYPE                                     \
                " {"                                                                                                                      \
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                        \
@@ -90,8 +100,8 @@ enum class MmaElement { kBf16, kF16 };
                  "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 
-#define NEEDLE_WGMMA_SS_256(TYPE)                                                                                                        \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE                   \
+#define NEEDLE_WGMMA_SS_256(TYPE, MAJOR)                                                                                                 \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256" TYPE                                    \
                " {"                                                                                                                      \
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                        \
@@ -101,7 +111,7 @@ enum class MmaElement { kBf16, kF16 };
                "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                                        \
                "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "                            \
                "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"                          \
-               "}, %128, %129, p, 1, 1, 0, 0;\n}"                                                                                        \
+               "}, %128, %129, p, 1, 1" MAJOR ";\n}"                                                                                     \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), \
                  "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),    \
                  "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),    \
@@ -119,7 +129,7 @@ enum class MmaElement { kBf16, kF16 };
                  "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])                                                                  \
                : "l"(a), "l"(b), "r"(accumulate))
 #define NEEDLE_WGMMA_RS_256(TYPE)                                                                                                        \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE                   \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\nwgmma.mma_async.sync.aligned.m64n256" TYPE                                    \
                " {"                                                                                                                      \
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                        \
@@ -152,13 +162,17 @@ template <int kColumns, MmaElement kElement>
 __device__ __forceinline__ void wgmma_shared(float (&d)[kColumns / 2], uint64_t a, uint64_t b, int accumulate) {
   static_assert(kColumns == 64 || kColumns == 128 || kColumns == 256);
   if constexpr (kElement == MmaElement::kBf16) {
-    if constexpr (kColumns == 64) NEEDLE_WGMMA_SS_64("bf16");
-    if constexpr (kColumns == 128) NEEDLE_WGMMA_SS_128("bf16");
-    if constexpr (kColumns == 256) NEEDLE_WGMMA_SS_256("bf16");
+    if constexpr (kColumns == 64) NEEDLE_WGMMA_SS_64("k16.f32.bf16.bf16", ", 0, 0");
+    if constexpr (kColumns == 128) NEEDLE_WGMMA_SS_128("k16.f32.bf16.bf16", ", 0, 0");
+    if constexpr (kColumns == 256) NEEDLE_WGMMA_SS_256("k16.f32.bf16.bf16", ", 0, 0");
+  } else if constexpr (kElement == MmaElement::kE4m3) {
+    if constexpr (kColumns == 64) NEEDLE_WGMMA_SS_64("k32.f32.e4m3.e4m3", "");
+    if constexpr (kColumns == 128) NEEDLE_WGMMA_SS_128("k32.f32.e4m3.e4m3", "");
+    if constexpr (kColumns == 256) NEEDLE_WGMMA_SS_256("k32.f32.e4m3.e4m3", "");
   } else {
-    if constexpr (kColumns == 64) NEEDLE_WGMMA_SS_64("f16");
-    if constexpr (kColumns == 128) NEEDLE_WGMMA_SS_128("f16");
-    if constexpr (kColumns == 256) NEEDLE_WGMMA_SS_256("f16");
+    if constexpr (kColumns == 64) NEEDLE_WGMMA_SS_64("k16.f32.f16.f16", ", 0, 0");
+    if constexpr (kColumns == 128) NEEDLE_WGMMA_SS_128("k16.f32.f16.f16", ", 0, 0");
+    if constexpr (kColumns == 256) NEEDLE_WGMMA_SS_256("k16.f32.f16.f16", ", 0, 0");
   }
 }
 // The same with A in registers: a[0] rows g, k 2t and 2t + 1; a[1] rows g + 8; a[2], a[3] the same at k + 8.
@@ -166,13 +180,13 @@ template <int kColumns, MmaElement kElement>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   static_assert(kColumns == 64 || kColumns == 128 || kColumns == 256);
   if constexpr (kElement == MmaElement::kBf16) {
-    if constexpr (kColumns == 64) NEEDLE_WGMMA_RS_64("bf16");
-    if constexpr (kColumns == 128) NEEDLE_WGMMA_RS_128("bf16");
-    if constexpr (kColumns == 256) NEEDLE_WGMMA_RS_256("bf16");
+    if constexpr (kColumns == 64) NEEDLE_WGMMA_RS_64("k16.f32.bf16.bf16");
+    if constexpr (kColumns == 128) NEEDLE_WGMMA_RS_128("k16.f32.bf16.bf16");
+    if constexpr (kColumns == 256) NEEDLE_WGMMA_RS_256("k16.f32.bf16.bf16");
   } else {
-    if constexpr (kColumns == 64) NEEDLE_WGMMA_RS_64("f16");
-    if constexpr (kColumns == 128) NEEDLE_WGMMA_RS_128("f16");
-    if constexpr (kColumns == 256) NEEDLE_WGMMA_RS_256("f16");
+    if constexpr (kColumns == 64) NEEDLE_WGMMA_RS_64("k16.f32.f16.f16");
+    if constexpr (kColumns == 128) NEEDLE_WGMMA_RS_128("k16.f32.f16.f16");
+    if constexpr (kColumns == 256) NEEDLE_WGMMA_RS_256("k16.f32.f16.f16");
   }
 }
 

@@ -1,0 +1,9 @@
+#include "kernels/index_logits_sm90.cuh"
+
+namespace needle::logits {
+
+absl::Status launch_sm90_fp8_fp8(const Plan& plan, const IndexLogitsArgs& args, const TensorMaps& maps, cudaStream_t stream) {
+  return launch_sm90_of<ElementFormat::kFp8, MmaElement::kE4m3>(plan, args, maps, stream);
+}
+
+}  // namespace needle::logits
