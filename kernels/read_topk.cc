@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/op_report.h"
+#include "kernels/read_topk_plan.h"
 
 namespace needle {
 namespace {
@@ -44,28 +45,69 @@ SelectTopkArgs select_shape(const ReadTopkArgs& args) {
   return select;
 }
 
-// Lays out a chunk of `queries` and says what it takes.
-ReadTopkPlan plan_of(const ReadTopkArgs& args, int32_t queries, int width) {
+ReadTopkNeeds cpu_needs(const ReadTopkArgs& args, int width) {
+  ReadTopkNeeds needs;
+  needs.alignment = kPartAlignment;
+  needs.select_bytes = select_topk_cpu_scratch(select_shape(args), width);
+  needs.remedy = "raise it, lower entries_max or take fewer workers";
+  return needs;
+}
+
+}  // namespace
+
+ReadTopkPlan read_topk_layout(const ReadTopkArgs& args, const ReadTopkNeeds& needs, int32_t queries) {
   ReadTopkPlan plan;
   plan.queries_a_chunk = queries;
   plan.entries = entries_of(args);
-  plan.score_stride = round_up(std::max<int64_t>(plan.entries, 1), kPartAlignment / 4);
-  int64_t at = round_up(queries * plan.score_stride * 4, kPartAlignment);
+  plan.score_stride = round_up(std::max<int64_t>(plan.entries, 1), needs.alignment / 4);
+  int64_t at = round_up(queries * plan.score_stride * 4, needs.alignment);
   const int64_t vectors = static_cast<int64_t>(queries) * args.logits.heads;
   const bool prepares = args.prepare != nullptr;
   plan.q_offset = at;
-  at += prepares ? round_up(vectors * query_bytes(args.prepare->element), kPartAlignment) : 0;
+  at += prepares ? round_up(vectors * query_bytes(args.prepare->element), needs.alignment) : 0;
   plan.q_scale_offset = at;
-  at += prepares && args.prepare->element == QueryElement::kFp4 ? round_up(vectors * kQueryScaleBytes, kPartAlignment) : 0;
+  at += prepares && args.prepare->element == QueryElement::kFp4 ? round_up(vectors * kQueryScaleBytes, needs.alignment) : 0;
   plan.weights_offset = at;
-  at += prepares ? round_up(vectors * 4, kPartAlignment) : 0;
+  at += prepares ? round_up(vectors * 4, needs.alignment) : 0;
   plan.select_offset = at;
-  plan.select_bytes = select_topk_cpu_scratch(select_shape(args), width);
+  plan.select_bytes = needs.select_bytes;
   plan.scratch_bytes = at + plan.select_bytes;
   return plan;
 }
 
-}  // namespace
+absl::StatusOr<ReadTopkPlan> plan_read_topk_within(const ReadTopkArgs& args, const ReadTopkNeeds& needs, int64_t budget_bytes) {
+  const int32_t together = queries_together(args);
+  const ReadTopkPlan least = read_topk_layout(args, needs, together);
+  if (least.scratch_bytes > budget_bytes) {
+    return absl::InvalidArgumentError(absl::StrCat("read_topk: budget is ", budget_bytes, " bytes, must be >= ", least.scratch_bytes,
+                                                   " for ", together, " query tokens of ", least.entries, " entries, k ", args.k, "; ",
+                                                   needs.remedy));
+  }
+  // Parts are rounded up, so the bytes of n groups are at most n times those of one: divide, then use what is left.
+  const int64_t groups_all = std::max<int64_t>(1, div_ceil(args.logits.query_count, together));
+  const int64_t a_group = least.scratch_bytes - least.select_bytes;
+  int64_t groups = std::min(groups_all, (budget_bytes - least.select_bytes) / a_group);
+  if (needs.queries_max > 0) {
+    groups = std::min<int64_t>(groups, std::max(1, needs.queries_max / together));
+    groups = div_ceil(groups_all, div_ceil(groups_all, groups));  // as many chunks, of one size
+  }
+  return read_topk_layout(args, needs, static_cast<int32_t>(groups * together));
+}
+
+absl::Status admit_read_topk_plan(const char* operation, const ReadTopkArgs& args, const ReadTopkPlan& plan, const ReadTopkPlan& needed,
+                                  const void* scratch, int64_t scratch_bytes, int64_t alignment) {
+  if (plan.queries_a_chunk < 1 || plan.queries_a_chunk % queries_together(args) != 0 || plan.entries != entries_of(args)) {
+    return absl::InvalidArgumentError(absl::StrCat(operation, ": the plan was made for other arguments; plan again"));
+  }
+  if (scratch == nullptr || scratch_bytes < needed.scratch_bytes) {
+    return absl::InvalidArgumentError(absl::StrCat(operation, ": scratch_bytes is ", scratch == nullptr ? 0 : scratch_bytes,
+                                                   ", must be >= ", needed.scratch_bytes, " for this plan"));
+  }
+  if (reinterpret_cast<uintptr_t>(scratch) % static_cast<uintptr_t>(alignment) != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(operation, ": scratch must be ", alignment, "-byte aligned"));
+  }
+  return absl::OkStatus();
+}
 
 absl::Status check_read_topk(const ReadTopkArgs& args) {
   const IndexLogitsArgs& logits = args.logits;
@@ -94,18 +136,7 @@ absl::StatusOr<ReadTopkPlan> plan_read_topk_cpu(const ReadTopkArgs& args, int wi
   if (!status.ok()) return status;
   if (width < 1) return refuse("width", width, ">= 1");
 
-  const int32_t together = queries_together(args);
-  const ReadTopkPlan least = plan_of(args, together, width);
-  if (least.scratch_bytes > budget_bytes) {
-    return absl::InvalidArgumentError(absl::StrCat("read_topk: budget is ", budget_bytes, " bytes, must be >= ", least.scratch_bytes,
-                                                   " for ", together, " query tokens of ", least.entries, " entries (k ", args.k, ", ",
-                                                   width, " workers); raise it or lower entries_max"));
-  }
-  // Parts are rounded up, so the bytes of n groups are at most n times those of one: divide, then use what is left.
-  const int64_t groups_all = std::max<int64_t>(1, div_ceil(args.logits.query_count, together));
-  const int64_t a_group = least.scratch_bytes - least.select_bytes;
-  const int64_t groups = std::min(groups_all, (budget_bytes - least.select_bytes) / a_group);
-  return plan_of(args, static_cast<int32_t>(groups * together), width);
+  return plan_read_topk_within(args, cpu_needs(args, width), budget_bytes);
 }
 
 ReadTopkChunk read_topk_chunk(const ReadTopkArgs& args, const ReadTopkPlan& plan, int32_t begin, int32_t count, void* scratch) {
@@ -182,17 +213,9 @@ absl::Status read_topk_cpu(const ReadTopkArgs& args, const ReadTopkPlan& plan, C
                            int64_t scratch_bytes) {
   absl::Status status = check_read_topk(args);
   if (!status.ok()) return status;
-  if (plan.queries_a_chunk < 1 || plan.queries_a_chunk % queries_together(args) != 0 || plan.entries != entries_of(args)) {
-    return absl::InvalidArgumentError("read_topk_cpu: the plan was made for other arguments; plan again");
-  }
-  const ReadTopkPlan needed = plan_of(args, plan.queries_a_chunk, workers.width());
-  if (scratch == nullptr || scratch_bytes < needed.scratch_bytes) {
-    return absl::InvalidArgumentError(absl::StrCat("read_topk_cpu: scratch_bytes is ", scratch == nullptr ? 0 : scratch_bytes,
-                                                   ", must be >= ", needed.scratch_bytes, " for this plan and worker width"));
-  }
-  if (reinterpret_cast<uintptr_t>(scratch) % kPartAlignment != 0) {
-    return absl::InvalidArgumentError("read_topk_cpu: scratch must be 64-byte aligned");
-  }
+  const ReadTopkPlan needed = read_topk_layout(args, cpu_needs(args, workers.width()), std::max(plan.queries_a_chunk, 1));
+  status = admit_read_topk_plan("read_topk_cpu", args, plan, needed, scratch, scratch_bytes, kPartAlignment);
+  if (!status.ok()) return status;
 
   for (int32_t begin = 0; begin < args.logits.query_count; begin += needed.queries_a_chunk) {
     const int32_t count = std::min(needed.queries_a_chunk, args.logits.query_count - begin);

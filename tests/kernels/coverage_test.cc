@@ -68,7 +68,7 @@ const Row kRows[] = {
     {"list_slots", kIndexKeys, kIndexFormats, "select_topk_battery.h", "lists_every_present_entry_in_order", nullptr},
     {"list_slots", kKv, kKvFormats, "select_topk_battery.h", "lists_every_present_entry_in_order", nullptr},
     {"list_slots", kStates, kAllElements, nullptr, nullptr, kStateRows},
-    {"read_topk", kIndexKeys, kIndexFormats, "read_topk_test.cc", "reads_every_key_format", nullptr},
+    {"read_topk", kIndexKeys, kIndexFormats, "read_topk_battery.h", "reads_every_key_format", nullptr},
     {"read_topk", kKv | kStates, kAllElements, nullptr, nullptr, kOnlyIndexKeys},
     {"read_entries", kIndexKeys, kIndexFormats, "read_entries_battery.h", "slots_of_every_format_widen_exactly", nullptr},
     {"read_entries", kKv, kKvFormats, "read_entries_battery.h", "slots_of_every_format_widen_exactly", nullptr},
@@ -105,7 +105,7 @@ const Operation kOperations[] = {
     {"select_topk", "select_topk", "select_topk_battery.h"},
     {"merge_topk", "select_topk", "select_topk_battery.h"},
     {"list_slots", "select_topk", "select_topk_battery.h"},
-    {"read_topk", "read_topk", nullptr},
+    {"read_topk", "read_topk", "read_topk_battery.h"},
     {"read_entries", "read_entries", "read_entries_battery.h"},
     {"checksum_pages", "checksum_pages", "checksum_pages_battery.h"},
 };

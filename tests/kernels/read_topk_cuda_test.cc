@@ -1,0 +1,168 @@
+// The battery of read_topk on the CUDA twin, and what a device adds: a captured graph, and reports counted once.
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels/read_topk.h"
+#include "tests/kernels/device_array.h"
+#include "tests/kernels/read_topk_battery.h"
+
+namespace needle::testing {
+namespace {
+
+int64_t query_vector_bytes_of(QueryElement element) {
+  return element == QueryElement::kBf16 ? 256 : element == QueryElement::kFp8 ? 128 : 64;
+}
+
+// Device copies of what index_logits reads; scores and report stay the caller's business.
+IndexLogitsArgs logits_on_device(DeviceCopies& copies, const IndexLogitsArgs& host) {
+  IndexLogitsArgs args = host;
+  const int64_t vectors = int64_t{host.query_count} * host.heads;
+  args.keys.base = static_cast<const std::byte*>(copies.in_bytes(host.keys.base, host.keys.page_stride * host.keys.page_count));
+  args.pages.pages = copies.in(host.pages.pages, host.pages.rows * host.pages.row_stride);
+  args.pages.entry_base = copies.in(host.pages.entry_base, host.pages.rows);
+  args.q = copies.in_bytes(host.q, vectors * query_vector_bytes_of(host.q_element));
+  args.q_scale = copies.in(host.q_scale, vectors * (kIndexHeadDim / 32));
+  args.head_weights = copies.in(host.head_weights, vectors);
+  args.query_row = copies.in(host.query_row, host.query_count);
+  args.visible = copies.in(host.visible, host.query_count);
+  return args;
+}
+
+PrepareIndexQArgs prepare_on_device(DeviceCopies& copies, const PrepareIndexQArgs& host) {
+  PrepareIndexQArgs args = host;
+  const auto rows = [&](const RowsView& view, int64_t columns) {
+    const int64_t element = view.element == RowElement::kBf16 ? 2 : 4;
+    return copies.in_bytes(view.data, reach(host.tokens, view.row_stride, columns) * element);
+  };
+  args.q.data = rows(host.q, int64_t{host.heads} * kIndexHeadDim);
+  args.raw_weights.data = rows(host.raw_weights, host.heads);
+  args.positions = copies.in(host.positions, host.tokens);
+  args.rope.cos_sin = copies.in(host.rope.cos_sin, host.rope.positions * 64);
+  return args;
+}
+
+// Scratch of exactly so many bytes, with a guard behind them.
+class GuardedDeviceScratch {
+ public:
+  explicit GuardedDeviceScratch(int64_t bytes) : bytes_(bytes), filled_(static_cast<size_t>(bytes + kGuard), std::byte{0x5A}) {
+    memory_.emplace(filled_.data(), static_cast<int64_t>(filled_.size()));
+  }
+  void* data() const { return memory_->get(); }
+  bool guard_is_whole() {
+    memory_->read_back(filled_.data());
+    for (int64_t i = 0; i < kGuard; ++i) {
+      if (filled_[static_cast<size_t>(bytes_ + i)] != std::byte{0x5A}) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kGuard = 256;
+  int64_t bytes_;
+  std::vector<std::byte> filled_;
+  std::optional<DeviceArray<std::byte>> memory_;
+};
+
+enum class Launched { kDirectly, kAsGraphTwice };
+
+absl::Status read_on_device(const ReadTopkArgs& host, const ReadTopkPlan& plan, int64_t scratch_bytes, Launched launched) {
+  DeviceCopies copies;
+  ReadTopkArgs args = host;
+  args.logits = logits_on_device(copies, host.logits);
+  PrepareIndexQArgs prepare;
+  if (host.prepare != nullptr) {
+    prepare = prepare_on_device(copies, *host.prepare);
+    args.prepare = &prepare;
+  }
+  const int64_t cells = host.logits.query_count * host.out_stride;
+  args.positions = copies.in_out(host.positions, cells);
+  args.slots = copies.in_out(host.slots, cells);
+  args.out_scores = copies.in_out(host.out_scores, cells);
+  args.counts = copies.in_out(host.counts, host.logits.query_count);
+  args.report = copies.in_out(host.report, 1);
+  GuardedDeviceScratch scratch(scratch_bytes);
+  absl::Status done;
+  if (launched == Launched::kDirectly) {
+    done = finish_on_device(read_topk_cuda(args, plan, scratch.data(), scratch_bytes, nullptr));
+  } else {
+    cudaStream_t stream = nullptr;
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    must_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    must_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    done = read_topk_cuda(args, plan, scratch.data(), scratch_bytes, stream);
+    must_cuda(cudaStreamEndCapture(stream, &graph));
+    if (done.ok()) {
+      must_cuda(cudaGraphInstantiate(&executable, graph, 0));
+      for (int replay = 0; replay < 2; ++replay) {
+        if (replay == 1 && args.report != nullptr) must_cuda(cudaMemsetAsync(args.report, 0, sizeof(OpReport), stream));
+        must_cuda(cudaGraphLaunch(executable, stream));
+      }
+      done = finish_on_device(absl::OkStatus());
+      must_cuda(cudaGraphExecDestroy(executable));
+    }
+    must_cuda(cudaGraphDestroy(graph));
+    must_cuda(cudaStreamDestroy(stream));
+  }
+  if (!done.ok()) return done;
+  EXPECT_TRUE(scratch.guard_is_whole());
+  copies.read_back();
+  return done;
+}
+
+ReadTopkTwin cuda_twin(Launched launched) {
+  ReadTopkTwin twin;
+  twin.name = "cuda";
+  twin.unavailable = no_gpu_because();
+  twin.cuts_for_cache = true;
+  twin.plan = [](const ReadTopkArgs& args, int, int64_t budget) { return plan_read_topk_cuda(args, budget); };
+  twin.run = [launched](const ReadTopkArgs& args, const ReadTopkPlan& plan, int, int64_t scratch_bytes) {
+    return read_on_device(args, plan, scratch_bytes, launched);
+  };
+  twin.prepare = [](const PrepareIndexQArgs& host) {
+    DeviceCopies copies;
+    PrepareIndexQArgs args = prepare_on_device(copies, host);
+    const int64_t vectors = host.tokens * host.heads;
+    args.out_q = copies.in_out_bytes(host.out_q, vectors * query_vector_bytes_of(host.element));
+    args.out_q_scale = copies.in_out(host.out_q_scale, vectors * (kIndexHeadDim / 32));
+    args.out_weights = copies.in_out(host.out_weights, vectors);
+    args.report = copies.in_out(host.report, 1);
+    absl::Status done = finish_on_device(prepare_index_q_cuda(args, nullptr));
+    if (done.ok()) copies.read_back();
+    return done;
+  };
+  twin.logits = [](const IndexLogitsArgs& host) {
+    DeviceCopies copies;
+    IndexLogitsArgs args = logits_on_device(copies, host);
+    args.scores = copies.in_out(host.scores, host.query_count * host.score_stride);
+    args.report = copies.in_out(host.report, 1);
+    absl::Status done = finish_on_device(index_logits_cuda(args, nullptr, 0, nullptr));
+    if (done.ok()) copies.read_back();
+    return done;
+  };
+  return twin;
+}
+
+class ReadTopkCuda : public ::testing::TestWithParam<std::tuple<Launched, ReadTopkCase>> {};
+
+TEST_P(ReadTopkCuda, keeps_its_promise) {
+  const auto& [launched, battery_case] = GetParam();
+  const ReadTopkTwin twin = cuda_twin(launched);
+  if (!twin.unavailable.empty()) GTEST_SKIP() << twin.unavailable;
+  battery_case.run(twin);
+}
+
+INSTANTIATE_TEST_SUITE_P(Gpu, ReadTopkCuda,
+                         ::testing::Combine(::testing::Values(Launched::kDirectly, Launched::kAsGraphTwice),
+                                            ::testing::ValuesIn(read_topk_battery())),
+                         [](const auto& instance) {
+                           return std::string(std::get<0>(instance.param) == Launched::kDirectly ? "directly" : "as_a_graph") + "_" +
+                                  std::get<1>(instance.param).name;
+                         });
+
+}  // namespace
+}  // namespace needle::testing
