@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <limits>
 #include <map>
@@ -33,6 +35,7 @@ using D = DaemonOptions;
 using P = PoolOptions;
 using K = OptionKind;
 
+constexpr size_t kLineBytesMax = 8 * kKiB;
 constexpr int64_t kFileBytesMax = kMiB;  // a configuration is pages, not megabytes; a wrong path should not eat memory
 constexpr size_t kPoolsMax = 16;
 constexpr size_t kListMax = 256;
@@ -262,7 +265,8 @@ absl::optional<Range> range_of(absl::string_view bounds) {
 
 absl::StatusOr<int64_t> parse_count(absl::string_view text) {
   int64_t value = 0;
-  if (text.size() > 20 || !absl::SimpleAtoi(text, &value)) return invalid("not a whole number");
+  const bool digits = !text.empty() && text.find_first_not_of("0123456789", text[0] == '-' ? 1 : 0) == absl::string_view::npos;
+  if (!digits || text.size() > 20 || !absl::SimpleAtoi(text, &value)) return invalid("not a whole number");
   return value;
 }
 
@@ -395,8 +399,8 @@ class Parser {
     if (path != nullptr) {
       if (absl::Status status = take_file(*path, *file_text); !status.ok()) return status;
     } else if (!named_path.empty()) {
-      absl::StatusOr<std::string> text = read_file(named_path);
-      if (!text.ok()) return text.status();
+      absl::StatusOr<std::string> text = read_text_file(named_path);
+      if (!text.ok()) return invalid(absl::StrCat("configuration file ", shown(named_path), " ", reason_of(text.status())));
       if (absl::Status status = take_file(named_path, *text); !status.ok()) return status;
     }
     if (absl::Status status = take_environment(environment); !status.ok()) return status;
@@ -411,18 +415,6 @@ class Parser {
     std::string source;
   };
 
-  static absl::StatusOr<std::string> read_file(const std::string& path) {
-    std::ifstream stream(path, std::ios::binary);
-    if (!stream) return invalid(absl::StrCat("configuration file ", shown(path), " cannot be read"));
-    std::string text(static_cast<size_t>(kFileBytesMax) + 1, '\0');
-    stream.read(text.data(), static_cast<std::streamsize>(text.size()));
-    text.resize(static_cast<size_t>(stream.gcount()));
-    if (static_cast<int64_t>(text.size()) > kFileBytesMax) {
-      return invalid(absl::StrCat("configuration file ", shown(path), " is larger than ", size_text(kFileBytesMax)));
-    }
-    return text;
-  }
-
   absl::Status find_action_and_path(const std::vector<std::string>& arguments, const std::vector<std::string>& environment,
                                     std::string& path) {
     for (const std::string& variable : environment) {
@@ -435,11 +427,11 @@ class Parser {
       if (argument == "--check-config") parsed_.action = OptionAction::kCheckConfig;
       if (argument == "--reference") parsed_.action = OptionAction::kReference;
       if (argument == "--keeper") parsed_.action = OptionAction::kKeeper;
-      if (absl::StartsWith(argument, "--config=")) path = argument.substr(9);
-      if (argument == "--config") {
-        if (i + 1 >= arguments.size()) return invalid("flag --config needs a path");
-        path = arguments[i + 1];
-      }
+      const bool joined = absl::StartsWith(argument, "--config=");
+      if (joined) path = argument.substr(9);
+      if (argument == "--config") path = i + 1 < arguments.size() ? arguments[i + 1] : "";
+      // An empty one is most often a variable that a script did not set; to run without the file would hide that.
+      if ((joined || argument == "--config") && path.empty()) return invalid("flag --config needs a path");
     }
     return absl::OkStatus();
   }
@@ -453,7 +445,8 @@ class Parser {
     }
     std::string value(text);
     Source& was = source_[row->name];
-    if (append && row->kind == OptionKind::kList && was.source == source && !was.value.empty()) value = was.value + "," + value;
+    const bool from_flag = absl::StartsWith(was.source, "flag ");  // --peer and --peers-static are one list
+    if (append && row->kind == OptionKind::kList && from_flag && !was.value.empty()) value = was.value + "," + value;
     if (absl::Status status = set_value(parsed_.options, *row, value); !status.ok()) {
       return invalid(absl::StrCat("option ", row->name, " (", source, "): ", shown(text), " is ", reason_of(status),
                                   *row->bounds == '\0' ? "" : absl::StrCat("; it takes ", row->bounds)));
@@ -556,6 +549,14 @@ class Parser {
   }
 
   absl::Status take_file(const std::string& path, absl::string_view text) {
+    int64_t line = 0;
+    for (absl::string_view one : absl::StrSplit(text, '\n')) {  // the parser calls itself for each part of a dotted key
+      ++line;
+      if (one.size() > kLineBytesMax) {
+        return invalid(absl::StrCat("configuration file ", shown(path), ", line ", line, " is ", one.size(), " bytes long; the limit is ",
+                                    kLineBytesMax, ": break a list over several lines"));
+      }
+    }
     toml::parse_result result = toml::parse(std::string_view(text.data(), text.size()), path);
     if (!result) {
       const toml::parse_error& error = result.error();
@@ -680,6 +681,9 @@ class Parser {
         } else {
           if (i + 1 >= arguments.size()) return invalid(absl::StrCat("flag ", flag, " needs a value"));
           value = arguments[++i];
+          if (absl::StartsWith(value, "--")) {
+            return invalid(absl::StrCat("flag ", flag, " needs a value, and ", shown(value), " is a flag; write ", flag, "=VALUE"));
+          }
         }
       }
       if (flag == "--config") continue;
@@ -789,6 +793,17 @@ std::string in_table(std::string text) {  // a | would end the cell
 }
 
 }  // namespace
+
+absl::StatusOr<std::string> read_text_file(const std::string& path) {
+  std::ifstream stream(path, std::ios::binary);
+  if (!stream) return invalid(absl::StrCat("cannot be read: ", std::strerror(errno)));
+  std::string text(static_cast<size_t>(kFileBytesMax) + 1, '\0');
+  stream.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (stream.bad()) return invalid("cannot be read: it is a folder, or its device fails");  // a folder can be opened
+  text.resize(static_cast<size_t>(stream.gcount()));
+  if (static_cast<int64_t>(text.size()) > kFileBytesMax) return invalid(absl::StrCat("is larger than ", size_text(kFileBytesMax)));
+  return text;
+}
 
 absl::StatusOr<int64_t> parse_size(absl::string_view text) {
   if (text == "0") return int64_t{0};

@@ -144,6 +144,8 @@ std::string options_help();
 std::string options_reference();  // docs/options.md
 
 // "512M", "2GiB": bytes; "250ms", "5s", "30m": milliseconds. The message says what was wrong.
+// A file that an operator names, up to 1 MiB; the message goes after the file's name.
+absl::StatusOr<std::string> read_text_file(const std::string& path);
 absl::StatusOr<int64_t> parse_size(absl::string_view text);
 absl::StatusOr<int64_t> parse_duration_ms(absl::string_view text);
 std::string size_text(int64_t bytes);

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
-#include <fstream>
 #include <numeric>
-#include <sstream>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -19,16 +17,16 @@ namespace needle::server {
 namespace {
 
 constexpr int64_t kChunkUnit = 2 * kMiB;  // a huge page
+constexpr int64_t kChunksMax = int64_t{1} << 20;
 
 absl::StatusOr<ModelFormats> formats_of(const PoolOptions& pool) {
   if (!pool.format_file.empty()) {
-    std::ifstream stream(pool.format_file, std::ios::binary);
-    std::stringstream text;
-    text << stream.rdbuf();
-    if (!stream)
-      return make_error(ErrorCode::kInvalid,
-                        absl::StrCat("option pool.", pool.name, ".format_file: '", pool.format_file, "' cannot be read"));
-    absl::StatusOr<ModelFormats> formats = parse_format_set(text.str());
+    const absl::StatusOr<std::string> text = read_text_file(pool.format_file);
+    if (!text.ok()) {
+      return make_error(ErrorCode::kInvalid, absl::StrCat("option pool.", pool.name, ".format_file: '", pool.format_file, "' ",
+                                                          absl::StripPrefix(text.status().message(), "INVALID: ")));
+    }
+    absl::StatusOr<ModelFormats> formats = parse_format_set(*text);
     if (!formats.ok()) {
       return make_error(ErrorCode::kInvalid,
                         absl::StrCat("option pool.", pool.name, ".format_file: ", std::string(formats.status().message())));
@@ -107,7 +105,8 @@ absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundi
   const int64_t for_pools = plan.budget_bytes - plan.scratch_bytes;
   if (for_pools <= 0) {
     return make_error(ErrorCode::kInvalid, absl::StrCat("memory.scratch_bytes of ", plan.scratch_bytes / kMiB,
-                                                        " MiB leaves nothing of the budget of ", plan.budget_bytes / kMiB, " MiB"));
+                                                        " MiB leaves nothing of the budget of ", plan.budget_bytes / kMiB, " MiB (",
+                                                        plan.budget_reason, "); raise the budget or lower memory.scratch_bytes"));
   }
   const int64_t bytes_max = options.memory_bytes_max != 0 ? options.memory_bytes_max : 2 * plan.budget_bytes;
   if (bytes_max < plan.budget_bytes) {
@@ -183,6 +182,12 @@ absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundi
                                        kPoolKindNames[kind], " page of pool ", pool.name, " (", shape.page_bytes, " bytes)"));
       }
       shape.chunks_max = std::max<int64_t>(1, div_ceil(set_bytes_max, shape.chunk_bytes));
+      if (shape.chunks_max > kChunksMax) {
+        return make_error(ErrorCode::kInvalid,
+                          absl::StrCat("memory.bytes_max of ", bytes_max / kMiB, " MiB takes ", shape.chunks_max, " chunks of ",
+                                       shape.chunk_bytes / kMiB, " MiB in the ", kPoolKindNames[kind], " pool of ", pool.name,
+                                       ", the limit is ", kChunksMax, "; lower memory.bytes_max or raise memory.chunk_bytes"));
+      }
       least_bytes += shape.chunk_bytes;
     }
     if (set.budget_bytes < least_bytes) {

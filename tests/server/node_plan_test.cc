@@ -118,6 +118,13 @@ TEST(NodePlan, a_format_from_a_file_takes_the_place_of_the_model) {
   std::ofstream(path) << "needle-page-format 1\nname broken\n";
   EXPECT_THAT(refusal(plan_of({"--pool", "a:format_file=" + path})), HasSubstr("format_file"));
   EXPECT_THAT(refusal(plan_of({"--pool", "a:format_file=/nonexistent"})), HasSubstr("cannot be read"));
+  EXPECT_THAT(refusal(plan_of({"--pool", "a:format_file=" + ::testing::TempDir()})), HasSubstr("cannot be read"));
+  EXPECT_THAT(refusal(plan_of({"--pool", "a:format_file=/dev/zero"})), HasSubstr("larger than 1M"));
+}
+
+TEST(NodePlan, address_ranges_of_too_many_chunks_name_the_options_and_the_remedy) {
+  EXPECT_THAT(refusal(plan_of({"--memory-bytes=64M", "--memory-bytes-max=16T"})),
+              AllOf(HasSubstr("memory.bytes_max"), HasSubstr("1048576"), HasSubstr("raise memory.chunk_bytes")));
 }
 
 TEST(AdvertisedHost, is_the_numeric_address_of_what_peers_are_told) {

@@ -216,5 +216,42 @@ TEST(Options, help_names_every_option) {
   EXPECT_THAT(help, HasSubstr("--memory-bytes"));
 }
 
+TEST(Options, a_configuration_that_is_no_readable_file_is_refused_and_not_taken_for_an_empty_one) {
+  const std::string folder = ::testing::TempDir();
+  for (const Words& arguments : {Words{"--config", folder}, Words{"--config=" + folder}}) {
+    EXPECT_THAT(refusal(parse_options(arguments, {})), AllOf(HasSubstr("cannot be read"), HasSubstr("folder")));
+  }
+  EXPECT_THAT(refusal(parse_options({}, {"NEEDLE_CONFIG=" + folder})), HasSubstr("cannot be read"));
+  EXPECT_THAT(refusal(parse_options({"--config", ""}, {})), HasSubstr("needs a path"));
+  EXPECT_THAT(refusal(parse_options({"--config="}, {})), HasSubstr("needs a path"));
+  EXPECT_THAT(refusal(parse_options({"--config", "/dev/zero"}, {})), HasSubstr("larger than 1M"));
+}
+
+TEST(Options, a_key_of_endless_parts_ends_in_words_and_not_in_the_parser_s_stack) {
+  std::string file = "[memory]\na";
+  for (int i = 0; i < 200'000; ++i) file += ".a";
+  EXPECT_THAT(refusal(read({}, {}, file + " = 1\n")), AllOf(HasSubstr("line 2"), HasSubstr("8192")));
+  file.resize(8'000);
+  EXPECT_THAT(refusal(read({}, {}, file + "a = 1\n")), HasSubstr("memory.a"));
+}
+
+TEST(Options, a_flag_does_not_take_the_next_flag_for_its_value) {
+  EXPECT_THAT(refusal(read({"--pool", "--check-config"})), AllOf(HasSubstr("--pool needs a value"), HasSubstr("--pool=VALUE")));
+  EXPECT_THAT(refusal(read({"--name", "--peer", "a=b:1"})), HasSubstr("--name needs a value"));
+  EXPECT_TRUE(read({"--memory-numa-node", "-1"}).ok());
+}
+
+TEST(Options, both_spellings_of_a_peer_add_to_one_list) {
+  const auto parsed = read({"--peer", "a=h:1", "--peers-static", "b=h:2", "--peer=c=h:3"}, {"NEEDLE_PEERS_STATIC=d=h:4"});
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_EQ(parsed->options.peers, (Words{"a=h:1", "b=h:2", "c=h:3"}));
+}
+
+TEST(Options, a_count_is_digits_alone) {
+  for (const char* text : {" 1", "1 ", "+1", "", "-", "0x1", "1e3", "--1"}) {
+    EXPECT_THAT(refusal(read({std::string("--topk-threads=") + text})), HasSubstr("whole number")) << text;
+  }
+}
+
 }  // namespace
 }  // namespace needle::server
