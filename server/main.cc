@@ -15,8 +15,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <new>
+#include <numeric>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -32,11 +35,14 @@
 #include "server/metrics.h"
 #include "server/node.h"
 #include "server/node_plan.h"
+#include "server/pool/resize_policy.h"
 
 extern char** environ;
 
 namespace needle::server {
 namespace {
+
+constexpr int64_t kOwnFiles = 64;  // 42 were open without chunks or clients
 
 int complain(const absl::Status& status, int code) {
   std::fprintf(stderr, "needled: %s\n", std::string(status.message()).c_str());
@@ -56,6 +62,7 @@ FileDescriptor stop_signals() {
   sigaddset(&set, SIGINT);
   ::sigprocmask(SIG_BLOCK, &set, nullptr);
   ::signal(SIGPIPE, SIG_IGN);
+  ::signal(SIGXFSZ, SIG_IGN);  // a memfd beyond RLIMIT_FSIZE is refused in words, not by a signal
   return FileDescriptor(::signalfd(-1, &set, SFD_CLOEXEC));
 }
 
@@ -75,8 +82,11 @@ absl::Status make_runtime_dir(const std::string& path, bool others_attach) {
   std::error_code error;
   std::filesystem::create_directories(path, error);
   struct stat found {};
-  if (error || ::lstat(path.c_str(), &found) != 0 || !S_ISDIR(found.st_mode)) {
-    return make_error(ErrorCode::kInvalid, absl::StrCat("the runtime folder ", path, " cannot be made: ", error.message(),
+  std::string why = error ? error.message() : "";
+  if (why.empty() && ::lstat(path.c_str(), &found) != 0) why = std::strerror(errno);
+  if (why.empty() && !S_ISDIR(found.st_mode)) why = S_ISLNK(found.st_mode) ? "it is a symbolic link" : "it is no folder";
+  if (!why.empty()) {
+    return make_error(ErrorCode::kInvalid, absl::StrCat("the runtime folder ", path, " cannot be made: ", why,
                                                         "; set XDG_RUNTIME_DIR or --node-runtime-dir to a folder of this user"));
   }
   if (found.st_uid != ::geteuid()) {
@@ -137,6 +147,21 @@ int run_keeper(const NodePlan& plan, const std::string& choice, int signals, Log
   return 0;
 }
 
+// UCX and gRPC abort where a descriptor that they need at start is refused, so the count is looked at before they start.
+absl::Status check_open_files(const NodePlan& plan, int64_t limit) {
+  int64_t chunks = 0;
+  for (const PoolSetOptions& set : plan.core.sets) {
+    const auto targets = chunk_targets(set.budget_bytes, set.ratios, set.shapes);
+    if (!targets.ok()) return targets.status();
+    chunks = std::accumulate(targets->begin(), targets->end(), chunks);
+  }
+  const int64_t needed = 2 * chunks + kOwnFiles;
+  if (limit >= needed) return absl::OkStatus();
+  return make_error(ErrorCode::kMemory,
+                    absl::StrCat("the limit of open files is ", limit, " and ", needed, " are needed: two a chunk for ", chunks,
+                                 " chunks, and ", kOwnFiles, "; raise it (ulimit -n, LimitNOFILE) or memory.chunk_bytes"));
+}
+
 int run_node(const ParsedOptions& parsed, const NodePlan& plan, DescriptorStore& store, std::vector<KeptDescriptor> kept,
              SystemdStore& systemd, int signals, Log& log) {
   absl::StatusOr<std::unique_ptr<Node>> node = Node::start(parsed, plan, store, std::move(kept), log);
@@ -178,11 +203,12 @@ int main_of(const std::vector<std::string>& arguments) {
                                                           : LogLevel::kInfo;
   StreamLog log(stderr, least);
   const FileDescriptor signals = stop_signals();
-  rlimit files{};
+  rlimit files{RLIM_INFINITY, RLIM_INFINITY};
   if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {  // two descriptors a chunk
     files.rlim_cur = files.rlim_max;
     ::setrlimit(RLIMIT_NOFILE, &files);
   }
+  const int64_t files_max = files.rlim_cur > rlim_t{INT64_MAX} ? INT64_MAX : static_cast<int64_t>(files.rlim_cur);
 
   Surroundings surroundings;
   char host[256] = "";
@@ -230,10 +256,24 @@ int main_of(const std::vector<std::string>& arguments) {
   }
   absl::StatusOr<NodePlan> plan = plan_node(options, surroundings);
   if (!plan.ok()) return complain(plan.status(), 1);
+  if (absl::Status status = check_open_files(*plan, files_max); !status.ok()) return complain(status, 2);
   return run_node(*parsed, *plan, *store, std::move(kept), systemd, signals.get(), log);
 }
 
 }  // namespace
 }  // namespace needle::server
 
-int main(int argc, char** argv) { return needle::server::main_of(std::vector<std::string>(argv + 1, argv + argc)); }
+int main(int argc, char** argv) {
+  try {
+    const int code = needle::server::main_of(std::vector<std::string>(argv + 1, argv + argc));
+    if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+    std::fprintf(stderr, "needled: standard output cannot be written: %s\n", std::strerror(errno));
+    return code == 0 ? 1 : code;
+  } catch (const std::system_error& error) {  // what std::thread throws
+    std::fprintf(stderr, "needled: cannot start a thread: %s; raise the limits of processes and of address space (ulimit -u, ulimit -v)\n",
+                 error.what());
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "needled: no memory for the daemon itself; lower memory.bytes or raise the limit of address space (ulimit -v)\n");
+  }
+  return 2;
+}
