@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <new>
 #include <numeric>
@@ -43,6 +44,22 @@ namespace needle::server {
 namespace {
 
 constexpr int64_t kOwnFiles = 64;  // 42 were open without chunks or clients
+
+// What std::thread and new throw where a limit of the process refuses them; anything else is a bug and leaves a core.
+void end_of_exception() {
+  try {
+    if (std::current_exception() != nullptr) std::rethrow_exception(std::current_exception());
+  } catch (const std::system_error& error) {
+    std::fprintf(stderr, "needled: cannot start a thread: %s; raise the limits of processes and of address space (ulimit -u, ulimit -v)\n",
+                 error.what());
+    std::_Exit(2);
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "needled: no memory for the daemon itself; lower memory.bytes or raise the limit of address space (ulimit -v)\n");
+    std::_Exit(2);
+  } catch (...) {
+  }
+  std::abort();
+}
 
 int complain(const absl::Status& status, int code) {
   std::fprintf(stderr, "needled: %s\n", std::string(status.message()).c_str());
@@ -264,16 +281,10 @@ int main_of(const std::vector<std::string>& arguments) {
 }  // namespace needle::server
 
 int main(int argc, char** argv) {
-  try {
-    const int code = needle::server::main_of(std::vector<std::string>(argv + 1, argv + argc));
-    if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
-    std::fprintf(stderr, "needled: standard output cannot be written: %s\n", std::strerror(errno));
-    return code == 0 ? 1 : code;
-  } catch (const std::system_error& error) {  // what std::thread throws
-    std::fprintf(stderr, "needled: cannot start a thread: %s; raise the limits of processes and of address space (ulimit -u, ulimit -v)\n",
-                 error.what());
-  } catch (const std::bad_alloc&) {
-    std::fprintf(stderr, "needled: no memory for the daemon itself; lower memory.bytes or raise the limit of address space (ulimit -v)\n");
-  }
-  return 2;
+  // Not caught in main: the way there would wait for threads that a daemon without its last one cannot end.
+  std::set_terminate(needle::server::end_of_exception);
+  const int code = needle::server::main_of(std::vector<std::string>(argv + 1, argv + argc));
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+  std::fprintf(stderr, "needled: standard output cannot be written: %s\n", std::strerror(errno));
+  return code == 0 ? 1 : code;
 }
