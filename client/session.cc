@@ -351,10 +351,10 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
       return absl::ResourceExhaustedError(absl::StrCat("cannot map the daemon's metadata: ", reason(errno)));
     }
     // The page of an earlier session stays mapped: a read on another thread may be counting in it.
-    auto* page = static_cast<attach::ReadCounters*>(counters);
-    page->version = 1;
-    page->magic = attach::kReadCountersMagic;  // the daemon believes no page without it
-    counters_.store(page, std::memory_order_release);
+    auto* counted = static_cast<attach::ReadCounters*>(counters);
+    counted->version = 1;
+    counted->magic = attach::kReadCountersMagic;  // the daemon believes no page without it
+    counters_.store(counted, std::memory_order_release);
 
     MutexLock hold(mutex_);
     session_ = welcome.session;

@@ -94,6 +94,40 @@ TEST(Metrics, the_occupancy_identity_holds_at_every_scrape_under_load) {
   EXPECT_GT(first.rounds() + second.rounds(), 10) << "there was load";
 }
 
+// The value of a series without labels; -1 where it is missing.
+double series(const std::string& text, const std::string& name) {
+  const size_t at = text.find("\n" + name + " ");
+  return at == std::string::npos ? -1 : std::stod(text.substr(at + name.size() + 2));
+}
+
+TEST(Metrics, what_an_engine_reads_in_its_own_process_is_counted_at_the_daemon) {
+  Folder folder;
+  DaemonProcess daemon(folder, "one", DaemonProcess::default_config());
+  daemon.add_argument("--transport-kind=none");
+  daemon.start();
+  const std::unique_ptr<Client> engine = daemon.attach();
+  CallerThread here;
+  absl::StatusOr<Ticket> ticket = engine->reserve(SequenceId(7), 300);
+  ASSERT_TRUE(ticket.ok() && ticket->seal(300, {}, here).ok());
+  const absl::StatusOr<Lease> lease = engine->acquire(SequenceId(7));
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  constexpr int kHeads = 64;
+  const std::vector<uint16_t> q(size_t{2} * kHeads * 128, 0x3f80);
+  const std::vector<float> weights(size_t{2} * kHeads, 1.0f);
+  const std::vector<int64_t> positions = {298, 299};
+  client::TopkQuery query;
+  query.q = q;
+  query.head_weights = weights;
+  query.positions = positions;
+  query.heads = kHeads;
+  query.prepared = true;
+  for (int call = 0; call < 3; ++call) ASSERT_TRUE(engine->read_topk(lease->pages(), query, here).ok());
+  const std::string text = get(daemon.metrics_port(), "/metrics");
+  EXPECT_EQ(series(text, "needle_reads_total"), 3);
+  EXPECT_EQ(series(text, "needle_read_queries_total"), 6);
+  EXPECT_GT(series(text, "needle_read_entries_total"), 0);
+}
+
 TEST(Metrics, a_real_prometheus_scrapes_both_daemons) {
   if (std::system("command -v prometheus >/dev/null 2>&1") != 0) GTEST_SKIP() << "prometheus is not installed";
   Folder folder;
