@@ -102,8 +102,9 @@ __global__ void __launch_bounds__(kThreads) commit_state_kernel(const __grid_con
   if (args.ratio == 1) return;
   StateHeader after = before;
   after.next = after.committed = before.committed + commit.accepted;
-  update_record_rows(args.state, commit.record, before, after, args.position_bias,
-                     [](int64_t) { return DeviceRow{}; });  // every row that stays is carried
+  update_record_rows(
+      args.state, commit.record, before, after, args.position_bias, [](int64_t) { return DeviceRow{}; },
+      [] {});  // every row that stays is carried
   if (threadIdx.x == 0) *reinterpret_cast<StateHeader*>(state_record(args.state, commit.record)) = after;
 }
 

@@ -97,8 +97,36 @@ __device__ __forceinline__ void round_row(RowOfLanes<kDims>& row) {
   }
 }
 
+// What norm and RoPE read from memory for a row, asked for before anything waits: the row's own loads, these and a page
+// table's answer are then under way together.
 template <int kDims>
-__device__ __forceinline__ void norm_row(const EntryChain& chain, RowOfLanes<kDims>& row) {
+struct ChainOperands {
+  float weight[RowOfLanes<kDims>::kTurns][8];
+  float angle[8];  // interleaved RoPE: of the one octet of this lane that lies in the last 64 dimensions
+
+  __device__ __forceinline__ void load_weights(const EntryChain& chain) {
+    using Row = RowOfLanes<kDims>;
+#pragma unroll
+    for (int t = 0; t < Row::kTurns; ++t) {
+      if (chain.norm != NormKind::kNone && 8 * Row::octet(t) < norm_dims(kDims)) {
+        load_float_octet(chain.norm_weight + 8 * Row::octet(t), weight[t]);
+      }
+    }
+  }
+  __device__ __forceinline__ void load_angles(const EntryChain& chain, int64_t position) {
+    using Row = RowOfLanes<kDims>;
+#pragma unroll
+    for (int t = 0; t < Row::kTurns; ++t) {
+      const int in_last = Row::octet(t) - (Row::kOctets - kRopeDims / 8);
+      if (chain.component.rope == RopeStyle::kInterleavedLast64 && in_last >= 0 && Row::has(t)) {
+        load_float_octet(chain.rope.cos_sin + position * kRopeDims + 8 * in_last, angle);
+      }
+    }
+  }
+};
+
+template <int kDims>
+__device__ __forceinline__ void norm_row(const EntryChain& chain, const ChainOperands<kDims>& operands, RowOfLanes<kDims>& row) {
   using Row = RowOfLanes<kDims>;
   constexpr int kNormDims = norm_dims(kDims);
   float mean = 0;
@@ -120,30 +148,31 @@ __device__ __forceinline__ void norm_row(const EntryChain& chain, RowOfLanes<kDi
     }
   }
   const float mean_square = sum_lanes<Row::kLanes>(squares) / static_cast<float>(kNormDims);
-  const float scale = 1.0f / sqrtf(mean_square + chain.norm_epsilon);
   const bool spoilt = !(mean_square < INFINITY);
+  const float spoiler = __uint_as_float(0x7FC00000u);
+  const float scale = spoilt ? spoiler : rsqrtf(mean_square + chain.norm_epsilon);  // NaN makes every product NaN
 #pragma unroll
   for (int t = 0; t < Row::kTurns; ++t) {
     if (8 * Row::octet(t) < kNormDims) {
-      float weight[8];
-      float bias[8] = {};
-      load_float_octet(chain.norm_weight + 8 * Row::octet(t), weight);
-      if (chain.norm == NormKind::kLayer) load_float_octet(chain.norm_bias + 8 * Row::octet(t), bias);
+      if (chain.norm == NormKind::kLayer) {
+        float bias[8];
+        load_float_octet(chain.norm_bias + 8 * Row::octet(t), bias);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        row.x[t][i] = (row.x[t][i] - mean) * scale * weight[i];
-        if (chain.norm == NormKind::kLayer) row.x[t][i] += bias[i];
+        for (int i = 0; i < 8; ++i) row.x[t][i] = (row.x[t][i] - mean) * scale * operands.weight[t][i] + bias[i];
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) row.x[t][i] = row.x[t][i] * scale * operands.weight[t][i];
       }
-    }
+    } else if (spoilt) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (spoilt) row.x[t][i] = __uint_as_float(0x7FC00000u);
+      for (int i = 0; i < 8; ++i) row.x[t][i] = spoiler;
     }
   }
 }
 
 template <int kDims>
-__device__ __forceinline__ void rotate_row(const EntryChain& chain, int64_t position, RowOfLanes<kDims>& row) {
+__device__ __forceinline__ void rotate_row(const EntryChain& chain, const ChainOperands<kDims>& operands, int64_t position,
+                                           RowOfLanes<kDims>& row) {
   using Row = RowOfLanes<kDims>;
   const float* table = chain.rope.cos_sin + position * kRopeDims;
   if (chain.component.rope == RopeStyle::kInterleavedLast64) {
@@ -151,8 +180,7 @@ __device__ __forceinline__ void rotate_row(const EntryChain& chain, int64_t posi
     for (int t = 0; t < Row::kTurns; ++t) {
       const int in_last = Row::octet(t) - (Row::kOctets - kRopeDims / 8);
       if (in_last < 0 || !Row::has(t)) continue;
-      float angle[8];
-      load_float_octet(table + 8 * in_last, angle);
+      const float(&angle)[8] = operands.angle;
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
         const float first = row.x[t][i];
@@ -197,12 +225,9 @@ __device__ __forceinline__ void hadamard_row(RowOfLanes<128>& row) {
   }
 #pragma unroll
   for (int step = 1; step < 16; step <<= 1) {
-    const bool upper = (threadIdx.x & static_cast<unsigned>(step)) != 0;
+    const float sign = (threadIdx.x & static_cast<unsigned>(step)) != 0 ? -1.0f : 1.0f;  // the upper lane: other - own
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, x[i], step);
-      x[i] = upper ? other - x[i] : x[i] + other;
-    }
+    for (int i = 0; i < 8; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(0xFFFFFFFFu, x[i], step));
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) x[i] *= 0.08838834764831845f;  // 128^-0.5
@@ -210,15 +235,16 @@ __device__ __forceinline__ void hadamard_row(RowOfLanes<128>& row) {
 
 // Norm, RoPE and rotation, with the mode's roundings, up to where quantisation begins.
 template <int kDims>
-__device__ __forceinline__ void finish_row(const EntryChain& chain, bool after_pool, int64_t position, RowOfLanes<kDims>& row) {
+__device__ __forceinline__ void finish_row(const EntryChain& chain, const ChainOperands<kDims>& operands, bool after_pool, int64_t position,
+                                           RowOfLanes<kDims>& row) {
   const bool by_stage = chain.rounding == RoundingMode::kRefV4;
   if (after_pool && by_stage) round_row(row);
   if (chain.norm != NormKind::kNone) {
-    norm_row(chain, row);
+    norm_row(chain, operands, row);
     if (by_stage) round_row(row);
   }
   if (chain.component.rope != RopeStyle::kNone) {
-    rotate_row(chain, position, row);
+    rotate_row(chain, operands, position, row);
     if (by_stage) round_row(row);
   }
   if constexpr (kDims == 128) {
@@ -227,6 +253,15 @@ __device__ __forceinline__ void finish_row(const EntryChain& chain, bool after_p
       if (by_stage) round_row(row);
     }
   }
+}
+
+// The same, with its operands loaded here.
+template <int kDims>
+__device__ __forceinline__ void finish_row(const EntryChain& chain, bool after_pool, int64_t position, RowOfLanes<kDims>& row) {
+  ChainOperands<kDims> operands{};
+  operands.load_weights(chain);
+  operands.load_angles(chain, position);
+  finish_row(chain, operands, after_pool, position, row);
 }
 
 // -------------------------------------------------------------------------------------------------------- quantisation

@@ -1,25 +1,28 @@
 // select_topk on the GPU: one read of the scores.
 //
-// A row is read once, by one block or by a cluster of blocks that split it. Eight warps draw a stratified sample of the row and take from it a rank key that about 1.5 to 3 k entries reach: the *guess*,
-// score and position together, so that rows of equal scores are cut as finely as any other. Tiles stream through a ring
-// in shared memory; each warp keeps the keys at or above the guess in a segment of its own, without atomics. Then the
-// exact k-th is found among them, and the members are put in order by a bitmap over positions.
+// A row is read once, by one block or by a cluster of blocks that split it. Its threads draw a stratified sample of the
+// row and take from it a rank key that about 2 to 3 k entries reach: the *guess*. Tiles stream through a ring in shared
+// memory; each thread keeps what reaches the guess in a short list of its own, without votes or atomics, and a warp gives
+// its lists to the pool, in the leading block's shared memory, when one of them is nearly full and at the end. Then half of
+// the leader's warps find the exact k-th in the pool and put the members in order by a bitmap over positions.
 // docs/kernels-performance.md has the figures.
 //
 // What must stay true:
-//  1. A guess is checked: where fewer than min(k, present) entries reached it, or some warp's segment ran full, one block
-//     reads the row again, slowly, raising its threshold to the exact k-th of what the buffer holds whenever that fills:
-//     a sound bound. Counted in OpReport::fallbacks. No entry is ever dropped.
+//  1. A guess is checked. Where more than the pool holds reached it, the k-th best of what the pool does hold is a sound
+//     bound, and the row is read again with that one; where fewer than min(k, present) reached it, one block reads the row
+//     slowly, raising its threshold from nothing. Both are counted in OpReport::fallbacks. No entry is ever dropped.
 //  2. The answer is a function of the scores: neither sample, plan, timing nor cluster size can change it.
 //  3. Aligned 16-byte parts are read by the bulk copy engine; the up to three scores before and after them by threads.
 //     Nothing past a row's length is read.
-#include <cooperative_groups.h>
-
+//  4. Another block's shared memory is touched between two cluster barriers only: the first says that the leader has
+//     begun and that its counters are zero, the second that its pool is complete.
+//  5. An instruction that all 32 warps run costs a multiprocessor eight cycles: what few can do is done by few.
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
 #include "base/units.h"
 #include "kernels/bulk_copy.cuh"
+#include "kernels/device_report.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/select_topk.h"
 #include "kernels/select_topk_block.cuh"
@@ -29,23 +32,23 @@
 namespace needle {
 namespace {
 
-namespace cg = cooperative_groups;
-
 constexpr int kStagesMax = 32;
+constexpr int kSlotsMax = 32;  // entries that a thread's list may hold
 constexpr int kClusterMax = 16;
 constexpr int kTileVectorsAThread = 2;  // a tile of scores is so many 16-byte vectors for each thread
-constexpr int kSampleGroupsMax = 128;
-constexpr int kSampleLoadsMax = 32;    // 16-byte loads a thread
-constexpr int kSampleBatch = 4;        // of them in flight together
-constexpr float kSampleSigmas = 4.5f;  // of the group count that may lie below the threshold: about 1 row in 1e5 reruns
-constexpr int kPartEntriesMin = 4096;  // a block of a cluster with less to read leaves its share to the others
-constexpr int kSampleThreads = 256;    // who draw the sample
+constexpr int kSampleGroupsLog2Max = 7;
+constexpr int kSampleLoadsMax = 2;  // 16-byte loads of a thread
+constexpr int kRankThreadsLog2 = 8;
+constexpr int kRankThreads = 1 << kRankThreadsLog2;  // who rank the sample's groups
+constexpr int kTailThreads = 512;                    // of the leader, once the pool is complete
+constexpr float kSampleSigmas = 4.5f;                // of the group count that may lie below the threshold: about 1 row in 1e5 reruns
+constexpr int kPartEntriesMin = 4096;                // a block of a cluster with less to read leaves its share to the others
 
-// The sample: `groups` groups of neighbouring threads, each thread `loads` vectors of which it looks at `values` scores.
+// The sample: groups of neighbouring threads, each thread `loads` vectors of which it looks at `values_a_load` scores.
 // The threshold is the rank-th smallest of the groups' best keys. rank 0: no useful guess, take everything.
 struct SamplePlan {
   int groups_log2;
-  int loads_log2;
+  int loads;  // a power of two
   int values_a_load;
   int rank;
 };
@@ -62,23 +65,44 @@ struct Part {
   int blocks;  // of the cluster that have a part
 };
 
-// Behind the key buffer.
+// Behind the pool; the threads' lists and the ring follow.
 struct alignas(16) RowShared {
   uint64_t tile_landed[kStagesMax];
   uint64_t tile_taken[kStagesMax];
-  uint64_t group_best[kSampleGroupsMax];
+  uint64_t group_best[1 << kSampleGroupsLog2Max];
   uint64_t guess;
   VisibleRow visible;
   Part part;
   SamplePlan sample;
-  uint32_t warp_counts[32];  // keys in each warp's segment
 };
 
 __device__ __forceinline__ RowShared& row_shared(int capacity) { return *reinterpret_cast<RowShared*>(select_keys() + capacity); }
-__device__ __forceinline__ float4* ring_of(int capacity) { return reinterpret_cast<float4*>(&row_shared(capacity) + 1); }
 
-__device__ __forceinline__ void add_u64(uint64_t* to, uint64_t value) {
-  atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(value));
+// ------------------------------------------------------------------------------------- the leading block's shared memory
+
+// A shared address as block `rank` of the cluster has it.
+__device__ __forceinline__ uint32_t address_in_block(const void* pointer, uint32_t rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+  return address;
+}
+__device__ __forceinline__ uint32_t add_in_block(uint32_t address, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(value) : "memory");
+  return before;
+}
+__device__ __forceinline__ void raise_in_block(uint32_t address, uint32_t value) {
+  asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_in_block(uint32_t address, uint64_t value) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ uint32_t rank_in_cluster() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
 }
 
 // ------------------------------------------------------------------------------------------------- the sample's guess
@@ -87,31 +111,28 @@ __device__ __forceinline__ void add_u64(uint64_t* to, uint64_t value) {
 // groups x u do, +- sqrt(groups x u x (1 - u)); the threshold is taken so far below that mean that it lies above the
 // k-th key about once in 1e5 rows of independent scores. Correlated neighbours only move it down, to more candidates.
 // Approximate arithmetic will do: no answer depends on it.
-__device__ SamplePlan plan_sample(int length, int k, int row_vectors) {
-  SamplePlan plan{0, 0, 1, 0};
-  if (row_vectors < kSampleThreads * kSampleBatch) return plan;  // short: taken whole
+template <int kThreads>
+__device__ __forceinline__ SamplePlan plan_sample(int length, int k, int row_vectors) {
+  constexpr int kValuesLog2Max = 3;
+  static_assert(1 << kValuesLog2Max == 4 * kSampleLoadsMax, "a thread's share of the sample");
+  SamplePlan plan{kSampleGroupsLog2Max, 1, 1, 0};
+  if (row_vectors < kThreads || k >= length) return plan;  // taken whole
   const float share = __fdividef(static_cast<float>(k), static_cast<float>(length));
-  const float wanted = __fdividef(0.5f, share);  // scores a group: u = exp(-1/2)
-  int groups_log2 = 7;
-  int values_log2 = 0;
-#pragma unroll 1
-  for (;; --groups_log2) {
-    const float a_thread = wanted * static_cast<float>(1 << groups_log2) * (1.0f / kSampleThreads);
-    values_log2 = a_thread < 1.0f ? 0 : min(31 - __clz(static_cast<int>(a_thread)), 2 + 5);
-    if (values_log2 <= 4 || groups_log2 == 5) break;
-  }
-  while (values_log2 > 4 && (kSampleThreads << (values_log2 - 2)) > row_vectors) --values_log2;
-  plan.groups_log2 = groups_log2;
-  plan.loads_log2 = max(0, values_log2 - 2);
+  // The ranking of groups costs their square, candidates cost by their number: many groups for many candidates.
+  const bool many = k > 512;
+  if (!many) plan.groups_log2 -= 1;
+  const float a_thread = __fdividef((many ? 0.5f : 0.25f) / static_cast<float>(kThreads >> plan.groups_log2), share);
+  int values_log2 = a_thread < 1.0f ? 0 : min(31 - __clz(static_cast<int>(a_thread)), kValuesLog2Max);
+  while (values_log2 > 2 && (kThreads << (values_log2 - 2)) > row_vectors) --values_log2;
+  plan.loads = 1 << max(0, values_log2 - 2);
   plan.values_a_load = 1 << min(values_log2, 2);
-  const float group_scores = static_cast<float>((kSampleThreads << values_log2) >> groups_log2);
+  const float group_scores = static_cast<float>((kThreads >> plan.groups_log2) << values_log2);
   const float below = exp2f(group_scores * __log2f(1.0f - share));
-  const float mean = static_cast<float>(1 << groups_log2) * below;
+  const float mean = static_cast<float>(1 << plan.groups_log2) * below;
   const float variance = mean * (1.0f - below);
-  plan.rank = k >= length ? 0 : max(0, static_cast<int>(mean - kSampleSigmas * variance * rsqrtf(variance + 1e-6f)));
+  plan.rank = max(0, static_cast<int>(mean - kSampleSigmas * variance * rsqrtf(variance + 1e-6f)));
   return plan;
 }
-static_assert(kSampleLoadsMax == 32 && kSampleGroupsMax == 128, "the exponents in plan_sample");
 
 __device__ __forceinline__ uint32_t scramble(uint32_t value) {
   value *= 0x9E3779B1u;
@@ -123,6 +144,7 @@ __device__ __forceinline__ uint32_t scramble(uint32_t value) {
 // Where load `load` of a thread looks: one place drawn from each stratum of the row. Two neighbouring threads share a
 // place and read its 32 bytes. A group's strata are spread over the whole row, so that groups are alike however scores
 // drift with position.
+template <int kThreads>
 struct SamplePlaces {
   uint32_t group;
   uint32_t pair;   // of the group
@@ -133,91 +155,87 @@ struct SamplePlaces {
   uint32_t pairs;  // of vectors in the row
   uint32_t width;  // of a stratum, in pairs
 
+  __device__ __forceinline__ explicit SamplePlaces(const SamplePlan& plan, int row_vectors) {
+    constexpr int kLog2 = kThreads == 1024 ? 10 : 9;
+    static_assert(1 << kLog2 == kThreads, "512 or 1024");
+    const int lanes_log2 = kLog2 - plan.groups_log2;  // >= 2
+    group = threadIdx.x >> lanes_log2;
+    pair = (threadIdx.x & ((1u << lanes_log2) - 1)) >> 1;
+    half = threadIdx.x & 1u;
+    pairs_log2 = lanes_log2 - 1;
+    groups_log2 = plan.groups_log2;
+    strata_log2 = kLog2 - 1 + plan.loads / 2;
+    pairs = static_cast<uint32_t>(row_vectors) / 2;
+    width = pairs >> strata_log2;
+  }
   __device__ __forceinline__ uint32_t vector(uint32_t load) const {
     const uint32_t stratum = (((load << pairs_log2) + pair) << groups_log2) + group;
     const uint32_t first = static_cast<uint32_t>((static_cast<uint64_t>(stratum) * pairs) >> strata_log2);
     return 2 * (first + (((scramble(stratum) & 0xFFFFu) * width) >> 16)) + half;
   }
 };
+static_assert(kSampleLoadsMax == 2, "loads / 2 above is their logarithm");
 
-__device__ __forceinline__ SamplePlaces sample_places(const RowShared& shared) {
-  constexpr int kLog2 = 8;
-  static_assert(1 << kLog2 == kSampleThreads, "a power of two");
+// A rank key that about 2 to 3 k entries reach, for every thread: the rank-th smallest of the groups' bests. Equal scores
+// are ordered by chance within the sample, so that the guess says what share of the entries with its score is wanted;
+// spread evenly over the row, that share lies before a position. `when_asked` is called once every load is under way,
+// `when_back` once this thread's are back. Two block barriers.
+template <int kThreads, class WhenAsked, class WhenBack>
+__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const WhenAsked& when_asked,
+                                                    const WhenBack& when_back) {
+  constexpr int kLoadsMax = kSampleLoadsMax;
   const SamplePlan plan = shared.sample;
-  const int lanes_log2 = kLog2 - plan.groups_log2;  // >= 1
-  SamplePlaces places;
-  places.group = threadIdx.x >> lanes_log2;
-  places.pair = (threadIdx.x & ((1u << lanes_log2) - 1)) >> 1;
-  places.half = threadIdx.x & 1u;
-  places.pairs_log2 = lanes_log2 - 1;
-  places.groups_log2 = plan.groups_log2;
-  places.strata_log2 = kLog2 - 1 + plan.loads_log2;
-  places.pairs = static_cast<uint32_t>(shared.part.row_vectors) / 2;
-  places.width = places.pairs >> places.strata_log2;
-  return places;
-}
-
-__device__ __forceinline__ void load_batch(const float4* vectors, const SamplePlaces& places, uint32_t first, int loads,
-                                           float4 (&scores)[kSampleBatch]) {
+  const SamplePlaces<kThreads> places(plan, part.row_vectors);
+  float4 scores[kLoadsMax];
+  uint32_t vectors[kLoadsMax];
 #pragma unroll
-  for (int i = 0; i < kSampleBatch; ++i) {
-    if (i < loads) scores[i] = vectors[places.vector(first + static_cast<uint32_t>(i))];
+  for (int i = 0; i < kLoadsMax; ++i) {
+    vectors[i] = places.vector(static_cast<uint32_t>(i));
+    if (i < plan.loads) scores[i] = __ldg(part.vectors + vectors[i]);
   }
-}
-
-// Called by the first kSampleThreads threads. `scores` holds the first batch of loads, `when_read` is called once all
-// are back. Writes shared.guess, which a block barrier makes known.
-template <class WhenRead>
-__device__ __forceinline__ void guess_threshold(RowShared& shared, const float4* vectors, const SamplePlaces& places,
-                                                float4 (&scores)[kSampleBatch], const WhenRead& when_read) {
-  const SamplePlan plan = shared.sample;
-  const int loads = 1 << plan.loads_log2;
+  when_asked();
   uint64_t best = 0;
-#pragma unroll 1
-  for (int first = 0; first < loads; first += kSampleBatch) {
-    if (first > 0) load_batch(vectors, places, static_cast<uint32_t>(first), loads - first, scores);
 #pragma unroll
-    for (int i = 0; i < kSampleBatch; ++i) {
-      if (first + i >= loads) continue;
-      // The largest of the four by plain comparison: a guess need not see NaN or order equal scores.
-      const float score[4] = {scores[i].x, scores[i].y, scores[i].z, scores[i].w};
-      const uint32_t position = static_cast<uint32_t>(shared.part.head) + 4 * places.vector(static_cast<uint32_t>(first + i));
-      float top = score[0];
-      uint32_t at = position;
+  for (int i = 0; i < kLoadsMax; ++i) {
+    if (i >= plan.loads) continue;
+    const float score[4] = {scores[i].x, scores[i].y, scores[i].z, scores[i].w};
 #pragma unroll
-      for (int c = 1; c < 4; ++c) {
-        if (c < plan.values_a_load && !(score[c] <= top)) {
-          top = score[c];
-          at = position + static_cast<uint32_t>(c);
-        }
-      }
-      const uint64_t key = __float_as_uint(top) == kAbsentScoreBits ? 0 : rank_key_of(top, at);
+    for (int c = 0; c < 4; ++c) {
+      if (c >= plan.values_a_load || __float_as_uint(score[c]) == kAbsentScoreBits) continue;
+      const uint32_t chance = scramble(4 * vectors[i] + static_cast<uint32_t>(c));
+      const uint64_t key = (rank_key_of(score[c], 0) & 0xFFFFFFFF00000000u) | chance;
       if (key > best) best = key;
     }
   }
-  when_read(best);
+  when_back(best);
+  const int lanes = kThreads >> plan.groups_log2;  // of a group
 #pragma unroll 1
-  for (int step = (kSampleThreads >> plan.groups_log2) >> 1; step > 0; step >>= 1) {
+  for (int step = lanes >> 1; step > 0; step >>= 1) {
     const uint64_t other = __shfl_xor_sync(0xFFFFFFFFu, best, step);
     if (other > best) best = other;
   }
-  if ((threadIdx.x & ((kSampleThreads >> plan.groups_log2) - 1)) == 0) shared.group_best[places.group] = best;
-  asm volatile("bar.sync 1, 256;" ::: "memory");
-  static_assert(kSampleThreads == 256, "the barrier above counts threads");
-  // Rank of each group's best among all, two threads a group at least.
-  const int groups = 1 << plan.groups_log2;
-  const int slices_log2 = 8 - plan.groups_log2;
-  const int candidate = static_cast<int>(threadIdx.x) >> slices_log2;
-  const uint64_t key = shared.group_best[candidate];
-  int smaller = 0;
+  if ((static_cast<int>(threadIdx.x) & (lanes - 1)) == 0) shared.group_best[places.group] = best;
+  __syncthreads();
+  if (threadIdx.x < kRankThreads) {
+    // Rank of each group's best among all, by two or four neighbouring threads.
+    const int sharers_log2 = kRankThreadsLog2 - plan.groups_log2;
+    const int group = static_cast<int>(threadIdx.x) >> sharers_log2;
+    const uint64_t key = shared.group_best[group];
+    int smaller = 0;
 #pragma unroll 4
-  for (int other = static_cast<int>(threadIdx.x) & ((1 << slices_log2) - 1); other < groups; other += 1 << slices_log2) {
-    const uint64_t key_there = shared.group_best[other];
-    smaller += key_there < key || (key_there == key && other < candidate);
+    for (int other = static_cast<int>(threadIdx.x) & ((1 << sharers_log2) - 1); other < 1 << plan.groups_log2; other += 1 << sharers_log2) {
+      const uint64_t key_there = shared.group_best[other];
+      smaller += key_there < key || (key_there == key && other < group);
+    }
+    smaller += __shfl_xor_sync(0xFFFFFFFFu, smaller, 1);
+    if (sharers_log2 == 2) smaller += __shfl_xor_sync(0xFFFFFFFFu, smaller, 2);
+    if ((threadIdx.x & ((1u << sharers_log2) - 1)) == 0 && smaller == plan.rank - 1) {
+      const uint32_t last = __umulhi(~static_cast<uint32_t>(key), static_cast<uint32_t>(part.length));
+      shared.guess = (key & 0xFFFFFFFF00000000u) | (0xFFFFFFFFu - last);
+    }
   }
-#pragma unroll 1
-  for (int step = 1 << slices_log2 >> 1; step > 0; step >>= 1) smaller += __shfl_xor_sync(0xFFFFFFFFu, smaller, step);
-  if (smaller == plan.rank - 1) shared.guess = key;
+  __syncthreads();
+  return shared.guess;
 }
 
 // ------------------------------------------------------------------------------------------------------- reading a part
@@ -229,9 +247,9 @@ struct Oddities {
   uint32_t absents = 0;
 
   // Whole warps; a block barrier must follow before the sums are relied on.
-  __device__ __forceinline__ void note(bool count) const {
+  __device__ __forceinline__ void note() const {
     note_order_max(order_max);
-    if (count && __any_sync(0xFFFFFFFFu, (nans | absents) != 0)) {
+    if (__any_sync(0xFFFFFFFFu, (nans | absents) != 0)) {
       const uint32_t warp_nans = __reduce_add_sync(0xFFFFFFFFu, nans);
       const uint32_t warp_absents = __reduce_add_sync(0xFFFFFFFFu, absents);
       if ((threadIdx.x & 31) == 0) {
@@ -278,39 +296,126 @@ __device__ __forceinline__ void request_tile(RowShared& shared, float4* ring, co
   bulk_load(ring + stage * kTileVectors, part.vectors + part.vector_first + first, bytes, &shared.tile_landed[stage]);
 }
 
-// Reads the part once, keys >= threshold into each warp's own segment of the buffer: a counter in a register, no atomic.
-// Its first `requested` tiles are on their way. Leaves warp_counts, and in SelectShared the sums and whether a segment
-// was too small; a block or cluster barrier must follow. Returns this warp's count.
+// Asks for the part's tiles [first, end), as far as the ring and the part have them. By one thread.
 template <int kThreads>
-__device__ __forceinline__ uint32_t read_part(RowShared& shared, float4* ring, const Part& part, int stages, int segment,
-                                              uint64_t threshold, bool edges) {
+__device__ __forceinline__ void request_tiles(RowShared& shared, float4* ring, const Part& part, int stages, int first, int end) {
   constexpr int kTileVectors = kThreads * kTileVectorsAThread;
-  const int tiles = (part.vector_count + kTileVectors - 1) / kTileVectors;
-  const int warp = static_cast<int>(threadIdx.x) >> 5;
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  // One comparison a score decides for nearly all of them, and lets NaN through to be looked at. Scores equal to the
-  // threshold's pass up to its position, later ones must be greater.
-  const float floor = score_of_key(threshold);  // NaN where everything may pass
-  const float floor_after = __uint_as_float(score_bits_of_order(threshold == 0 ? 0 : order_bits_of_key(threshold) + 1));
-  const uint32_t last_equal = position_of_key(threshold);
-  uint64_t* own = select_keys() + warp * segment;
-  uint32_t held = 0;  // of this warp
-  Oddities found;
+  const int tiles = min(min(stages, end), (part.vector_count + kTileVectors - 1) / kTileVectors);
+#pragma unroll 1
+  for (int tile = first; tile < tiles; ++tile) request_tile<kThreads>(shared, ring, part, tile, tile);
+}
 
-  const auto offer = [&](bool may, float score, uint32_t position) {
-    uint64_t key;
-    const bool take = takes(may, score, position, threshold, &key, &found);
+template <int kThreads>
+__device__ __forceinline__ void init_ring(RowShared& shared, int stages) {
+#pragma unroll 1
+  for (int stage = 0; stage < stages; ++stage) {
+    barrier_init(&shared.tile_landed[stage], 1);
+    barrier_init(&shared.tile_taken[stage], kThreads / 32);
+  }
+  barrier_inits_visible();
+}
+
+// The pool as this block sees it: in the leading block's shared memory, by cluster addresses.
+struct Pool {
+  uint32_t keys;
+  uint32_t count;
+  uint32_t order_max;
+  uint32_t nan_count;
+  uint32_t absent_count;
+  uint32_t capacity;
+
+  __device__ __forceinline__ explicit Pool(int holds) {
+    const SelectShared& shared = select_shared();
+    keys = address_in_block(select_keys(), 0);
+    count = address_in_block(&shared.count, 0);
+    order_max = address_in_block(&shared.order_max, 0);
+    nan_count = address_in_block(&shared.nan_count, 0);
+    absent_count = address_in_block(&shared.absent_count, 0);
+    capacity = static_cast<uint32_t>(holds);
+  }
+};
+
+// A warp's lists, `held` positions and scores a thread from key `first` of shared memory on, go to the pool as keys,
+// without those below the threshold after all and without absent ones. What the pool has no room for is counted and not written. Called by whole warps.
+template <int kThreads>
+__device__ __noinline__ void give_lists(Pool pool, uint32_t first, uint32_t held, uint64_t threshold) {
+  uint64_t* const list = select_keys() + first;
+  const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, held);
+  const uint32_t lane = threadIdx.x & 31u;
+  Oddities found;
+  uint32_t taken = 0;  // bit i: entry i is a key
+  uint32_t total = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < most; ++i) {
+    bool take = false;
+    if (i < held) {
+      const uint64_t pair = list[i * kThreads];
+      uint64_t key;
+      take = takes(true, __uint_as_float(static_cast<uint32_t>(pair >> 32)), static_cast<uint32_t>(pair), threshold, &key, &found);
+      if (take) {
+        list[i * kThreads] = key;
+        taken |= 1u << i;
+      }
+    }
+    total += static_cast<uint32_t>(__popc(__ballot_sync(0xFFFFFFFFu, take)));
+  }
+  if (__any_sync(0xFFFFFFFFu, (found.nans | found.absents) != 0)) {
+    const uint32_t nans = __reduce_add_sync(0xFFFFFFFFu, found.nans);
+    const uint32_t absents = __reduce_add_sync(0xFFFFFFFFu, found.absents);
+    if (lane == 0) {
+      add_in_block(pool.nan_count, nans);
+      add_in_block(pool.absent_count, absents);
+    }
+  }
+  if (total == 0) return;
+  const uint32_t order_max = __reduce_max_sync(0xFFFFFFFFu, found.order_max);
+  uint32_t place = 0;
+  if (lane == 0) {
+    place = add_in_block(pool.count, total);
+    raise_in_block(pool.order_max, order_max);
+  }
+  place = __shfl_sync(0xFFFFFFFFu, place, 0);
+#pragma unroll 1
+  for (uint32_t i = 0; i < most; ++i) {
+    const bool take = (taken >> i & 1u) != 0;
     const unsigned takers = __ballot_sync(0xFFFFFFFFu, take);
-    const uint32_t place = held + static_cast<uint32_t>(__popc(takers & lanes_below()));
-    if (take && place < static_cast<uint32_t>(segment)) own[place] = key;
-    held += static_cast<uint32_t>(__popc(takers));
+    const uint32_t own = place + static_cast<uint32_t>(__popc(takers & lanes_below()));
+    if (take && own < pool.capacity) store_in_block(pool.keys + own * 8, list[i * kThreads]);
+    place += static_cast<uint32_t>(__popc(takers));
+  }
+}
+
+// Reads the part once, what reaches the threshold into the pool. Each thread keeps the scores that may reach it, with
+// their positions, in a list of its own: no counter to share, a few predicated instructions for four scores whatever they
+// are. The part's first tiles are on their way. A block or cluster barrier must follow.
+template <int kThreads>
+__device__ __forceinline__ void read_part(RowShared& shared, float4* ring, uint32_t list, const Pool& pool, const Part& part, int stages,
+                                          int slots, uint64_t threshold, bool edges) {
+  constexpr int kTileVectors = kThreads * kTileVectorsAThread;
+  constexpr uint32_t kListStep = kThreads * 8;
+  const int tiles = (part.vector_count + kTileVectors - 1) / kTileVectors;
+  // One comparison a score: NaN passes, to be looked at later. Scores equal to the threshold's pass up to its position,
+  // later ones must be greater.
+  float floor = score_of_key(threshold);
+  float floor_after = __uint_as_float(score_bits_of_order(order_bits_of_key(threshold) + 1));
+  const uint32_t last_equal = position_of_key(threshold);
+  asm volatile("" : "+f"(floor), "+f"(floor_after));  // else the compiler works them out anew for every vector
+  const uint32_t list_first = shared_address(select_keys() + list);
+  const uint32_t list_nearly_full = list_first + static_cast<uint32_t>(slots - 4) * kListStep;
+  uint32_t next = list_first;
+  const auto keep = [&](bool passes, float score, uint32_t position) {
+    if (passes) {
+      store_shared_pair(next, position, __float_as_uint(score));
+      next += kListStep;
+    }
   };
 
-  if (edges && warp == 0) {  // at most 6 scores around the aligned ones
-    const int position = lane < 4 ? lane : part.head + 4 * part.row_vectors + lane - 4;
-    const bool valid = lane < 4 ? lane < part.head : lane < 8 && position < part.length;
+  if (edges && threadIdx.x < 8) {  // at most 6 scores around the aligned ones
+    const int i = static_cast<int>(threadIdx.x);
+    const int position = i < 4 ? i : part.head + 4 * part.row_vectors + i - 4;
+    const bool valid = i < 4 ? i < part.head : position < part.length;
     const float score = valid ? part.row[position] : 0.0f;
-    offer(valid && !(score < floor), score, static_cast<uint32_t>(position));
+    keep(valid && !(score < floor), score, static_cast<uint32_t>(position));
   }
   const uint32_t ring_address = shared_address(ring + threadIdx.x);
   uint32_t position = static_cast<uint32_t>(part.head + 4 * (part.vector_first + static_cast<int>(threadIdx.x)));
@@ -324,29 +429,24 @@ __device__ __forceinline__ uint32_t read_part(RowShared& shared, float4* ring, c
     const uint32_t data = ring_address + static_cast<uint32_t>(place.stage) * kTileVectors * 16u;
 #pragma unroll
     for (int v = 0; v < kTileVectorsAThread; ++v) {
-      float4 scores{-INFINITY, -INFINITY, -INFINITY, -INFINITY};
-      if (left > 0) scores = load_shared_vector(data + v * kThreads * 16);
-      const float bar = position > last_equal ? floor_after : floor;
-      const bool below = scores.x < bar && scores.y < bar && scores.z < bar && scores.w < bar;
-      if (__any_sync(0xFFFFFFFFu, left > 0 && !below)) {
-        uint32_t passing =
-            (scores.x < bar ? 0u : 1u) | (scores.y < bar ? 0u : 2u) | (scores.z < bar ? 0u : 4u) | (scores.w < bar ? 0u : 8u);
-        if (left <= 0) passing = 0;
-#pragma unroll 1
-        do {  // the few that pass are taken one a lane and turn
-          float score = (passing & 4u) ? scores.z : scores.w;
-          if (passing & 2u) score = scores.y;
-          if (passing & 1u) score = scores.x;
-          offer(passing != 0, score, position + static_cast<uint32_t>(__ffs(static_cast<int>(passing))) - 1u);
-          passing &= passing - 1u;
-        } while (__any_sync(0xFFFFFFFFu, passing != 0));
+      if (__any_sync(0xFFFFFFFFu, next > list_nearly_full)) {
+        give_lists<kThreads>(pool, list, (next - list_first) / kListStep, threshold);
+        next = list_first;
+      }
+      if (left > 0) {
+        const float4 scores = load_shared_vector(data + v * kThreads * 16);
+        const float bar = position > last_equal ? floor_after : floor;
+        keep(!(scores.x < bar), scores.x, position);
+        keep(!(scores.y < bar), scores.y, position + 1);
+        keep(!(scores.z < bar), scores.z, position + 2);
+        keep(!(scores.w < bar), scores.w, position + 3);
       }
       position += 4 * kThreads;
       left -= kThreads;
     }
     if (tiles > stages) {  // else nothing is overwritten
       __syncwarp();
-      if (lane == 0) barrier_arrive(&shared.tile_taken[place.stage]);
+      if ((threadIdx.x & 31) == 0) barrier_arrive(&shared.tile_taken[place.stage]);
       if (threadIdx.x == 0 && tile >= late && tile - late + stages < tiles) {
         barrier_wait(&shared.tile_taken[refill.stage], refill.parity);
         request_tile<kThreads>(shared, ring, part, tile - late + stages, refill.stage);
@@ -356,28 +456,22 @@ __device__ __forceinline__ uint32_t read_part(RowShared& shared, float4* ring, c
     }
     place.advance(stages);
   }
-  found.note(true);
-  if (lane == 0) {
-    shared.warp_counts[warp] = held;
-    add_shared(&select_shared().count, held);
-    if (held > static_cast<uint32_t>(segment)) add_shared(&select_shared().full, 1);
-  }
-  return held;
+  if (__any_sync(0xFFFFFFFFu, next > list_first)) give_lists<kThreads>(pool, list, (next - list_first) / kListStep, threshold);
 }
 
 // Reads the part from global memory, raising the threshold whenever fewer than kThreads places are left: for rows that
-// are taken whole, for those whose guess was too high, and for parts with more keys than a segment holds. The keys end up
+// are taken whole, for those whose guess was too high, and for those where a list ran full. The keys end up
 // as one run. Begins and ends at a block barrier.
 template <int kThreads>
-__device__ __noinline__ void read_part_slowly(const float* row, int begin, int end, int capacity, int k, uint64_t threshold,
-                                              bool count_oddities) {
+__device__ __noinline__ void read_part_slowly(const float* row, int begin, int end, int capacity, int k, uint64_t threshold) {
   SelectShared& shared = select_shared();
   __syncthreads();
   if (threadIdx.x == 0) {
     shared.count = 0;
     shared.order_max = 0;
-    shared.full = 0;
     shared.threshold = threshold;
+    shared.nan_count = 0;
+    shared.absent_count = 0;
   }
   Oddities found;
 #pragma unroll 1
@@ -395,7 +489,7 @@ __device__ __noinline__ void read_part_slowly(const float* row, int begin, int e
     append_key(take, key, static_cast<uint32_t>(capacity));
     note_order_max(found.order_max);
   }
-  found.note(count_oddities);
+  found.note();
   __syncthreads();
 }
 
@@ -408,83 +502,169 @@ __device__ __forceinline__ void write_member(const SelectTopkArgs& args, const V
   args.positions[out] = static_cast<int32_t>(visible.base + entry);
   if (args.out_scores != nullptr) args.out_scores[out] = score;
   if (args.slots != nullptr) {
-    const int32_t slot = slot_of_entry(visible.pages, args.page_count, args.slots_per_page, entry);
+    const uint32_t slots_per_page = static_cast<uint32_t>(args.slots_per_page);  // entries and slots are below 2^31
+    const uint32_t column = entry / slots_per_page;
+    const int32_t page = visible.pages[column];
+    const int32_t slot = page < 0 || page >= args.page_count
+                             ? kNoEntry
+                             : static_cast<int32_t>(static_cast<uint32_t>(page) * slots_per_page + entry - column * slots_per_page);
     args.slots[out] = slot;
     *absent += slot == kNoEntry;
   }
 }
 
-// The keys >= bound ascending by position: a bitmap of positions, the number of set bits before each 128 of them, and
-// then each key finds its own place. `room` is shared memory that nobody uses any more. A block barrier lies behind the
-// call since bound was asked for.
-template <int kThreads>
-__device__ __forceinline__ uint32_t give_by_position(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length,
-                                                     KeyShare share, uint64_t bound, uint4* room, uint32_t room_bytes) {
+// Zeroes the bitmap over a stretch of positions: 128 of them a vector.
+__device__ __forceinline__ void clear_bitmap(uint4* bitmap, uint32_t vectors, uint32_t first_thread) {
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x - first_thread; i < vectors; i += kTailThreads - first_thread) bitmap[i] = uint4{0, 0, 0, 0};
+}
+__device__ __forceinline__ void set_bit(uint4* bitmap, uint32_t bit) {
+  atomicOr(&reinterpret_cast<uint32_t*>(bitmap)[bit >> 5], 1u << (bit & 31u));
+}
+
+// before[i]: bits set in vectors [0, i), and `given`. The bitmap is complete; ends at a barrier. Returns given + all.
+__device__ __forceinline__ uint32_t sum_bitmap(const uint4* bitmap, uint32_t* before, uint32_t vectors, uint32_t given) {
+  const uint32_t a_thread = (vectors + kTailThreads - 1) / kTailThreads;
+  const uint32_t first = min(threadIdx.x * a_thread, vectors);
+  const uint32_t last = min(first + a_thread, vectors);
+  uint32_t mine = 0;
+#pragma unroll 4
+  for (uint32_t i = first; i < last; ++i) {
+    const uint4 bits = bitmap[i];
+    before[i] = mine;
+    mine += static_cast<uint32_t>(__popc(bits.x) + __popc(bits.y) + __popc(bits.z) + __popc(bits.w));
+  }
+  uint32_t total;
+  const uint32_t place = given + block_exclusive_scan<kTailThreads>(select_shared().warp_sums, mine, &total);
+#pragma unroll 4
+  for (uint32_t i = first; i < last; ++i) before[i] += place;
+  __syncthreads();
+  return given + total;
+}
+
+// The place among the members of the one at `bit` of the bitmap.
+__device__ __forceinline__ uint32_t place_of_bit(const uint4* bitmap, const uint32_t* before, uint32_t bit) {
+  const uint4 bits = bitmap[bit >> 7];
+  const uint32_t word = (bit >> 5) & 3u;
+  const uint32_t below = (1u << (bit & 31u)) - 1u;
+  uint32_t place = before[bit >> 7];
+  place += static_cast<uint32_t>(__popc(bits.x & (word > 0 ? 0xFFFFFFFFu : below)));
+  place += static_cast<uint32_t>(__popc(bits.y & (word > 1 ? 0xFFFFFFFFu : word == 1 ? below : 0u)));
+  place += static_cast<uint32_t>(__popc(bits.z & (word > 2 ? 0xFFFFFFFFu : word == 2 ? below : 0u)));
+  place += static_cast<uint32_t>(__popc(bits.w & (word == 3 ? below : 0u)));
+  return place;
+}
+
+// The keys >= bound ascending by position, stretch by stretch where the bitmap is too small for the row. A barrier lies
+// behind the call.
+__device__ __noinline__ uint32_t give_by_position(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length,
+                                                  KeyShare share, uint64_t bound, uint4* bitmap, uint32_t bitmap_bytes) {
   uint32_t absent = 0;
   uint32_t given = 0;
   const uint64_t* keys = select_keys();
-  const uint32_t room_vectors = min(room_bytes / 20, (length + 127) / 128);
-  uint32_t* words = reinterpret_cast<uint32_t*>(room);
-  uint32_t* before = reinterpret_cast<uint32_t*>(room + room_vectors);
+  const uint32_t vectors_max = min(bitmap_bytes / 20, (length + 127) / 128);
+  uint32_t* before = reinterpret_cast<uint32_t*>(bitmap + vectors_max);
 #pragma unroll 1
-  for (uint32_t begin = 0; begin < length; begin += room_vectors * 128) {
-    const uint32_t vectors = min(room_vectors, (length - begin + 127) / 128);
-    const uint32_t a_thread = (vectors + kThreads - 1) / kThreads;
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < vectors; i += kThreads) room[i] = uint4{0, 0, 0, 0};
+  for (uint32_t begin = 0; begin < length; begin += vectors_max * 128) {
+    const uint32_t vectors = min(vectors_max, (length - begin + 127) / 128);
+    clear_bitmap(bitmap, vectors, 0);
     __syncthreads();
 #pragma unroll 1
     for (uint32_t i = share.first; i < share.end; i += share.step) {
       const uint64_t key = keys[i];
       const uint32_t bit = position_of_key(key) - begin;  // wraps past every bitmap where it lies before
-      if (key >= bound && bit < vectors * 128) atomicOr(&words[bit >> 5], 1u << (bit & 31u));
+      if (key >= bound && bit < vectors * 128) set_bit(bitmap, bit);
     }
     __syncthreads();
-    const uint32_t first = min(threadIdx.x * a_thread, vectors);
-    const uint32_t last = min(first + a_thread, vectors);
-    uint32_t mine = 0;
-#pragma unroll 1
-    for (uint32_t i = first; i < last; ++i) {
-      const uint4 bits = room[i];
-      before[i] = mine;
-      mine += static_cast<uint32_t>(__popc(bits.x) + __popc(bits.y) + __popc(bits.z) + __popc(bits.w));
-    }
-    uint32_t total;
-    const uint32_t place = given + block_exclusive_scan<kThreads>(select_shared().warp_sums, mine, &total);
-#pragma unroll 1
-    for (uint32_t i = first; i < last; ++i) before[i] += place;
-    __syncthreads();
+    given = sum_bitmap(bitmap, before, vectors, given);
 #pragma unroll 1
     for (uint32_t i = share.first; i < share.end; i += share.step) {
       const uint64_t key = keys[i];
       const uint32_t entry = position_of_key(key);
       const uint32_t bit = entry - begin;
       if (key < bound || bit >= vectors * 128) continue;
-      const uint4 bits = room[bit >> 7];
-      const uint32_t word = (bit >> 5) & 3u;
-      const uint32_t below = (1u << (bit & 31u)) - 1u;
-      uint32_t rank = before[bit >> 7];
-      rank += static_cast<uint32_t>(__popc(word > 0 ? bits.x : bits.x & below));
-      if (word > 0) rank += static_cast<uint32_t>(__popc(word > 1 ? bits.y : bits.y & below));
-      if (word > 1) rank += static_cast<uint32_t>(__popc(word > 2 ? bits.z : bits.z & below));
-      if (word > 2) rank += static_cast<uint32_t>(__popc(bits.w & below));
-      write_member(args, visible, row, rank, entry, score_of_key(key), &absent);
+      write_member(args, visible, row, place_of_bit(bitmap, before, bit), entry, score_of_key(key), &absent);
     }
-    given += total;
     __syncthreads();
   }
   return absent;
 }
 
-// The keys >= bound in the total order. They are one run.
-template <int kThreads>
-__device__ __forceinline__ uint32_t give_by_rank(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, int count, int members,
-                                                 uint64_t bound) {
-  uint32_t absent = 0;
-  block_keep_at_least<kThreads>(count, bound);
-  block_sort_descending<kThreads>(members);
+// The k best ascending by position, where one bitmap covers the row: the k-th is found and the members are marked on the
+// way. More than k keys, none below `low`. A barrier lies behind the call. False where the bin of the k-th holds too many
+// keys: nothing is given then, and the bins are zero. Loops are kept small: each runs a few times, and code that comes new
+// costs more than what it does.
+__device__ __forceinline__ bool give_at_once(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length, int count,
+                                             uint64_t low, uint4* bitmap, uint32_t* absent) {
+  SelectShared& shared = select_shared();
+  const uint64_t* keys = select_keys();
+  const uint32_t vectors = (length + 127) / 128;
+  uint32_t* before = reinterpret_cast<uint32_t*>(bitmap + vectors);
+  const uint64_t range = ((static_cast<uint64_t>(shared.order_max) << 32) | 0xFFFFFFFFu) - low;
+  const int shift = max(0, 64 - kSelectBinBits - __clzll(static_cast<long long>(range)));
 #pragma unroll 1
-  for (int i = threadIdx.x; i < members; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kTailThreads) {
+    const int bin = kSelectBins - 1 - static_cast<int>((keys[i] - low) >> shift);  // best first
+    atomicAdd(&shared.bins[bin], 1u);
+    atomicAdd(&shared.coarse[bin / 32], 1u);
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    warp_find_crossing(args.k);
+  } else {
+    clear_bitmap(bitmap, vectors, 32);
+  }
+  __syncthreads();
+  const int need = args.k - static_cast<int>(shared.crossing.y);  // of the keys in the crossing bin
+  const int inside = static_cast<int>(shared.crossing.z);
+  const bool whole = need == inside;
+  if (!whole && inside > kSelectFinalists) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < kSelectBins; i += kTailThreads) shared.bins[i] = 0;
+    __syncthreads();
+    return false;
+  }
+  const uint64_t bin_low = low + (static_cast<uint64_t>(kSelectBins - 1 - static_cast<int>(shared.crossing.x)) << shift);
+  const uint64_t bin_last = bin_low + ((uint64_t{1} << shift) - 1);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kTailThreads) {
+    const uint64_t key = keys[i];
+    if (key > bin_last || (whole && key >= bin_low)) {
+      set_bit(bitmap, position_of_key(key));
+    } else if (key >= bin_low) {
+      shared.finalists[atomicAdd(&shared.finalist_count, 1u)] = key;
+    }
+  }
+  __syncthreads();
+  if (!whole) {
+    if (threadIdx.x < 32) {
+      const uint64_t bound = kth_finalist(static_cast<uint32_t>(inside), need);
+      if (static_cast<int>(threadIdx.x) < inside && shared.finalists[threadIdx.x] >= bound) {
+        set_bit(bitmap, position_of_key(shared.finalists[threadIdx.x]));
+      }
+    }
+    __syncthreads();
+  }
+  sum_bitmap(bitmap, before, vectors, 0);
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(bitmap);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kTailThreads) {
+    const uint64_t key = keys[i];
+    const uint32_t entry = position_of_key(key);
+    if (key < bin_low || (words[entry >> 5] >> (entry & 31u) & 1u) == 0) continue;
+    write_member(args, visible, row, place_of_bit(bitmap, before, entry), entry, score_of_key(key), absent);
+  }
+  return true;
+}
+
+// The keys >= bound in the total order. They are one run.
+__device__ __noinline__ uint32_t give_by_rank(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, int count, int members,
+                                              uint64_t bound) {
+  uint32_t absent = 0;
+  block_keep_at_least<kTailThreads>(count, bound);
+  block_sort_descending<kTailThreads>(members);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < members; i += kTailThreads) {
     const uint64_t key = select_keys()[i];
     write_member(args, visible, row, static_cast<uint32_t>(i), position_of_key(key), score_of_key(key), &absent);
   }
@@ -503,93 +683,44 @@ __device__ __forceinline__ void give_padding(const SelectTopkArgs& args, int64_t
   if (threadIdx.x == 0) args.counts[row] = members;
 }
 
+// A complete pool of keys >= low, all that the answer can need, becomes the row's answer: by the leader's first
+// kTailThreads threads, all others of the block having ended. `bitmap` is shared memory that nobody uses any more.
+__device__ __forceinline__ void give_row(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length, uint64_t low,
+                                         uint4* bitmap, uint32_t bitmap_bytes) {
+  const SelectShared& pool = select_shared();
+  const int count = static_cast<int>(pool.count);
+  const int members = min(args.k, count);
+  if (threadIdx.x == 0) {
+    const uint32_t status =
+        visible.status | (pool.nan_count != 0 ? kStatusNanScore : 0u) | (pool.absent_count != 0 ? kStatusAbsentPage : 0u);
+    report_status(args.report, status);
+    report_count(args.report, &OpReport::nan_scores, pool.nan_count);
+    report_count(args.report, &OpReport::absent_entries, pool.absent_count);
+    report_count(args.report, &OpReport::fallbacks, pool.overflows);
+  }
+  uint32_t absent = 0;
+  const bool fits = args.order == TopkOrder::kByPosition && members < count && (length + 127) / 128 * 20 <= bitmap_bytes;
+  if (!fits || !give_at_once(args, visible, row, length, count, low, bitmap, &absent)) {
+    const KeyShare share = share_of_run<kTailThreads>(count);
+    const uint64_t bound = members < count ? block_kth_bound<kTailThreads>(share, args.k, low) : 1;
+    __syncthreads();
+    absent = args.order == TopkOrder::kByPosition ? give_by_position(args, visible, row, length, share, bound, bitmap, bitmap_bytes)
+                                                  : give_by_rank(args, visible, row, count, members, bound);
+  }
+  give_padding<kTailThreads>(args, row, members);
+  if (args.slots != nullptr && __any_sync(0xFFFFFFFFu, absent != 0)) {
+    absent = __reduce_add_sync(0xFFFFFFFFu, absent);
+    if ((threadIdx.x & 31) == 0) {
+      report_status(args.report, kStatusAbsentPage);
+      report_count(args.report, &OpReport::absent_entries, absent);
+    }
+  }
+}
+
 // --------------------------------------------------------------------------------------------------------- the kernel
 
-// What the row's blocks hold together. Each warp asks for itself, so that no barrier is needed to hand it round; every
-// block of the cluster comes to the same answer.
-struct RowSums {
-  uint32_t count;
-  uint32_t order_max;
-  uint32_t absent;
-  uint32_t full;
-};
-
-__device__ __forceinline__ RowSums sum_cluster(cg::cluster_group& cluster, int blocks) {
-  const SelectShared& own = select_shared();
-  if (blocks == 1) return {own.count, own.order_max, own.absent_count, own.full};
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  RowSums sums{0, 0, 0, 0};
-  if (lane < blocks) {
-    const SelectShared* theirs = cluster.map_shared_rank(&own, static_cast<unsigned>(lane));
-    sums = {theirs->count, theirs->order_max, theirs->absent_count, theirs->full};
-  }
-  sums.count = __reduce_add_sync(0xFFFFFFFFu, sums.count);
-  sums.order_max = __reduce_max_sync(0xFFFFFFFFu, sums.order_max);
-  sums.absent = __reduce_add_sync(0xFFFFFFFFu, sums.absent);
-  sums.full = __reduce_add_sync(0xFFFFFFFFu, sums.full);
-  return sums;
-}
-
-// The leader's warp w takes what the other blocks' warps w kept behind its own keys. Returns its new count, which is more
-// than `segment` where there was no room.
-__device__ __forceinline__ uint32_t gather_segments(RowShared& shared, cg::cluster_group& cluster, int blocks, int segment, uint32_t held) {
-  const uint32_t lane = threadIdx.x & 31u;
-  const uint32_t warp = threadIdx.x >> 5;
-  uint32_t count = 0;
-  if (lane == 0) count = held;
-  if (lane > 0 && static_cast<int>(lane) < blocks) {
-    count = *cluster.map_shared_rank(&shared.warp_counts[warp], lane);
-  }
-  uint32_t before = count;  // inclusive over blocks
-#pragma unroll 1
-  for (int step = 1; step < blocks; step <<= 1) {
-    const uint32_t from = __shfl_up_sync(0xFFFFFFFFu, before, step);
-    if (static_cast<int>(lane) >= step) before += from;
-  }
-  const uint32_t total = __shfl_sync(0xFFFFFFFFu, before, blocks - 1);
-  if (total > static_cast<uint32_t>(segment)) return total;
-  uint64_t* own = select_keys() + warp * static_cast<uint32_t>(segment);
-#pragma unroll 1
-  for (uint32_t first = held; first < total; first += 32) {
-    const uint32_t at = first + lane;
-    // The block whose keys cover `at`: the number of blocks that end at or before it.
-    uint32_t block = 0;
-    uint32_t block_first = 0;
-#pragma unroll 1
-    for (int other = 0; other < blocks - 1; ++other) {
-      const uint32_t end = __shfl_sync(0xFFFFFFFFu, before, other);
-      if (end <= at) {
-        block = static_cast<uint32_t>(other) + 1;
-        block_first = end;
-      }
-    }
-    if (at < total) own[at] = cluster.map_shared_rank(own, block)[at - block_first];
-  }
-  __syncwarp();
-  return total;
-}
-
-// The warps' segments as one run at the buffer's front. Ends at a block barrier.
+// What warp 1 finds out about the block's work.
 template <int kThreads>
-__device__ __noinline__ void join_segments(RowShared& shared, int segment) {
-  __syncthreads();
-  uint32_t to = 0;
-#pragma unroll 1
-  for (int warp = 0; warp < kThreads / 32; ++warp) {  // in order: a segment moves only to or before its own place
-    const uint32_t held = shared.warp_counts[warp];
-#pragma unroll 1
-    for (uint32_t first = 0; first < held; first += kThreads) {
-      const uint32_t i = first + threadIdx.x;
-      const uint64_t key = i < held ? select_keys()[static_cast<uint32_t>(warp * segment) + i] : 0;
-      __syncthreads();
-      if (i < held) select_keys()[to + i] = key;
-    }
-    to += held;
-  }
-  __syncthreads();
-}
-
-// What warp 1 finds out about the block's work while the others prepare shared memory.
 __device__ __forceinline__ void plan_part(const SelectTopkArgs& args, const SelectPlan& plan, int64_t row, int rank, RowShared& shared) {
   const VisibleRow visible = visible_row(args, row);
   const int length = static_cast<int>(visible.length);
@@ -599,7 +730,8 @@ __device__ __forceinline__ void plan_part(const SelectTopkArgs& args, const Sele
   part.head = min(length, static_cast<int>(((16u - (reinterpret_cast<uintptr_t>(part.row) & 15u)) & 15u) / 4));
   part.vectors = reinterpret_cast<const float4*>(part.row + part.head);
   part.row_vectors = (length - part.head) / 4;
-  const SamplePlan sample = plan_sample(length, args.k, part.row_vectors);
+  SamplePlan sample{};
+  if (plan.slots > 0) sample = plan_sample<kThreads>(length, args.k, part.row_vectors);
   part.blocks = sample.rank == 0 ? 1 : max(1, min(plan.cluster, length / kPartEntriesMin));
   const int a_block = (part.row_vectors + part.blocks - 1) / part.blocks;
   part.vector_first = min(part.row_vectors, rank * a_block);
@@ -614,133 +746,93 @@ __device__ __forceinline__ void plan_part(const SelectTopkArgs& args, const Sele
 template <int kThreads, int kBlocksPerSm>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     select_topk_kernel(const __grid_constant__ SelectTopkArgs args, const __grid_constant__ SelectPlan plan) {
-  cg::cluster_group cluster = cg::this_cluster();
   RowShared& shared = row_shared(plan.capacity);
-  float4* ring = ring_of(plan.capacity);
-  const int rank = static_cast<int>(cluster.block_rank());
+  SelectShared& pool = select_shared();
+  uint64_t* lists = reinterpret_cast<uint64_t*>(&shared + 1);
+  float4* ring = reinterpret_cast<float4*>(lists + plan.slots * kThreads);
+  const int rank = plan.cluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
   const int64_t row = blockIdx.x >> plan.cluster_log2;
 
-  if (threadIdx.x == 0) {
-#pragma unroll 1
-    for (int stage = 0; stage < plan.stages; ++stage) {
-      barrier_init(&shared.tile_landed[stage], 1);
-      barrier_init(&shared.tile_taken[stage], kThreads / 32);
-    }
-    barrier_inits_visible();
-  }
+  if (threadIdx.x == 0) init_ring<kThreads>(shared, plan.stages);
   block_begin<kThreads>();
+  __syncwarp();
+  if (plan.cluster > 1) cluster_arrive();
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (threadIdx.x / 32 == 1) plan_part(args, plan, row, rank, shared);
+  if (threadIdx.x / 32 == 1) plan_part<kThreads>(args, plan, row, rank, shared);
   __syncthreads();
 
-  const Part part = shared.part;
+  Part part = shared.part;
   const bool leader = rank == 0;
   if (part.length == 0) {
     if (!leader) return;
     give_padding<kThreads>(args, row, 0);
-    if (threadIdx.x == 0 && args.report != nullptr && shared.visible.status != 0) {
-      atomicOr(&args.report->status, shared.visible.status);
-    }
+    if (threadIdx.x == 0) report_status(args.report, shared.visible.status);
     return;
   }
   if (rank >= part.blocks) return;
 
-  // The entries of this block, edges included.
-  const int begin = leader ? 0 : part.head + 4 * part.vector_first;
-  const int end = rank == part.blocks - 1 ? part.length : part.head + 4 * (part.vector_first + part.vector_count);
-  const int segment = plan.capacity / (kThreads / 32);
   uint64_t guess = 0;
-  uint32_t held = 0;
-  bool segments = shared.sample.rank != 0;  // else one run
-  if (segments) {
-    if (threadIdx.x < kSampleThreads) {
-      constexpr int kTileVectors = kThreads * kTileVectorsAThread;
-      const int tiles = min(plan.stages, (part.vector_count + kTileVectors - 1) / kTileVectors);
-      float4 scores[kSampleBatch];
-      const SamplePlaces places = sample_places(shared);
-      load_batch(part.vectors, places, 0, 1 << shared.sample.loads_log2, scores);
-      if (threadIdx.x == 0 && tiles > 0) request_tile<kThreads>(shared, ring, part, 0, 0);
-      guess_threshold(shared, part.vectors, places, scores, [&](uint64_t best) {
-        // Only now the rest of the ring: behind all of its bytes the sample would wait for microseconds.
-        asm volatile("" ::"l"(best) : "memory");  // the loads are back
-        if (threadIdx.x == 0) {
+  const bool guesses = shared.sample.rank != 0;
+  if (guesses) {
+    guess = guess_threshold<kThreads>(
+        shared, part,
+        [&] {
+          if (threadIdx.x == 0) request_tiles<kThreads>(shared, ring, part, plan.stages, 0, plan.early);
+          __syncwarp();
+        },
+        [&](uint64_t best) {
+          // Only now the rest of the ring: behind all of its bytes the sample would wait for microseconds.
+          asm volatile("" ::"l"(best) : "memory");  // the loads are back
+          if (threadIdx.x == 0) request_tiles<kThreads>(shared, ring, part, plan.stages, plan.early, plan.stages);
+          __syncwarp();
+        });
+    if (part.blocks > 1) cluster_wait();
+    const uint32_t list = static_cast<uint32_t>(lists - select_keys()) + threadIdx.x;
 #pragma unroll 1
-          for (int tile = 1; tile < tiles; ++tile) request_tile<kThreads>(shared, ring, part, tile, tile);
-        }
+    for (bool again = false;;) {
+      read_part<kThreads>(shared, ring, list, Pool(plan.capacity), part, plan.stages, plan.slots, guess, leader);
+      if (part.blocks > 1 && !again) {
         __syncwarp();
-      });
-    }
-    __syncthreads();
-    guess = shared.guess;
-    if (threadIdx.x == 0) select_shared().threshold = guess;
-    held = read_part<kThreads>(shared, ring, part, plan.stages, segment, guess, leader);
-  } else {
-    read_part_slowly<kThreads>(part.row, begin, end, plan.capacity, args.k, 0, true);
-  }
-  if (part.blocks > 1) {
-    cluster.sync();
-  } else {
-    __syncthreads();
-  }
-  RowSums sums = sum_cluster(cluster, part.blocks);
-  // Too few reached the guess, or a segment ran full somewhere: the leader reads the whole row, slowly and surely.
-  const bool too_few = guess != 0 && sums.count < static_cast<uint32_t>(min(args.k, part.length - static_cast<int>(sums.absent)));
-  bool again = sums.full != 0 || too_few;
-  if (leader && part.blocks > 1 && !again) {
-    held = gather_segments(shared, cluster, part.blocks, segment, held);
-    again = __syncthreads_or(held > static_cast<uint32_t>(segment)) != 0;
-  }
-  if (threadIdx.x == 0 && args.report != nullptr) {
-    const SelectShared& found = select_shared();
-    uint32_t status = leader ? shared.visible.status : 0u;
-    if (found.nan_count != 0) status |= kStatusNanScore;
-    if (found.absent_count != 0) status |= kStatusAbsentPage;
-    if (status != 0) atomicOr(&args.report->status, status);
-    if (found.nan_count != 0) add_u64(&args.report->nan_scores, found.nan_count);
-    if (found.absent_count != 0) add_u64(&args.report->absent_entries, found.absent_count);
-  }
-  if (part.blocks > 1) cluster.sync();  // the leader has what it wants of the others
-  if (!leader) return;
-
-  if (again) {
-    segments = false;
-    read_part_slowly<kThreads>(part.row, 0, part.length, plan.capacity, args.k, too_few ? 0 : guess, false);
-    sums.count = select_shared().count;
-    sums.order_max = select_shared().order_max;
-    if (threadIdx.x == 0) select_shared().overflows += 1;
-  }
-  if (threadIdx.x == 0 && part.blocks > 1) select_shared().order_max = sums.order_max;  // alone, it is that already
-  if (segments && args.order == TopkOrder::kByRank) {
-    if ((threadIdx.x & 31) == 0) shared.warp_counts[threadIdx.x >> 5] = held;
-    join_segments<kThreads>(shared, segment);
-    segments = false;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0 && args.report != nullptr && select_shared().overflows != 0) {
-    add_u64(&args.report->fallbacks, select_shared().overflows);
-  }
-  const int count = static_cast<int>(sums.count);
-  const int members = min(args.k, count);
-  const uint32_t segment_first = (threadIdx.x >> 5) * static_cast<uint32_t>(segment);
-  const KeyShare share = segments ? KeyShare{segment_first + (threadIdx.x & 31u), 32, segment_first + held} : share_of_run<kThreads>(count);
-  const uint64_t bound = count > args.k ? block_kth_bound<kThreads>(share, args.k, select_shared().threshold) : 1;
-  uint32_t absent;
-  if (args.order == TopkOrder::kByPosition) {
-    absent = give_by_position<kThreads>(args, shared.visible, row, static_cast<uint32_t>(part.length), share, bound,
-                                        reinterpret_cast<uint4*>(ring),
-                                        static_cast<uint32_t>(plan.stages * kThreads * kTileVectorsAThread * 16));
-  } else {
-    absent = give_by_rank<kThreads>(args, shared.visible, row, count, members, bound);
-  }
-  give_padding<kThreads>(args, row, members);
-  if (args.slots != nullptr && args.report != nullptr && __any_sync(0xFFFFFFFFu, absent != 0)) {
-    absent = __reduce_add_sync(0xFFFFFFFFu, absent);
-    if ((threadIdx.x & 31) == 0) {
-      atomicOr(&args.report->status, static_cast<uint32_t>(kStatusAbsentPage));
-      add_u64(&args.report->absent_entries, absent);
+        cluster_arrive();
+        if (!leader) return;  // nobody looks into this block's memory
+        cluster_wait();
+      } else {
+        __syncthreads();
+      }
+      if (pool.count <= static_cast<uint32_t>(plan.capacity)) break;
+      // More reached the guess than there is room for. The pool is full of keys that did, and their k-th is a bound.
+      guess = block_kth_bound<kThreads>(share_of_run<kThreads>(plan.capacity), args.k, guess);
+      again = true;
+      part.vector_first = 0;
+      part.vector_count = part.row_vectors;
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        pool.count = 0;
+        pool.order_max = 0;
+        pool.nan_count = 0;
+        pool.absent_count = 0;
+        pool.overflows += 1;
+        fence_before_bulk_store();  // the ring was read by threads, and is written by copies again
+        init_ring<kThreads>(shared, plan.stages);
+        request_tiles<kThreads>(shared, ring, part, plan.stages, 0, plan.stages);
+      }
+      __syncthreads();
     }
   }
+  // Nobody could guess, or too few reached the guess: the leader reads the row slowly and surely.
+  const bool too_few = guesses && static_cast<int>(pool.count) < min(args.k, part.length - static_cast<int>(pool.absent_count));
+  if (!guesses || too_few) {
+    read_part_slowly<kThreads>(part.row, 0, part.length, plan.capacity, args.k, 0);
+    guess = pool.threshold;
+    if (too_few) {
+      if (threadIdx.x == 0) pool.overflows += 1;
+      __syncthreads();
+    }
+  }
+  if (threadIdx.x >= kTailThreads) return;
+  give_row(args, shared.visible, row, static_cast<uint32_t>(part.length), guess, reinterpret_cast<uint4*>(ring),
+           static_cast<uint32_t>(plan.stages * kThreads * kTileVectorsAThread * 16));
 }
 
 // ------------------------------------------------------------------------------------------------------------- merging
@@ -800,10 +892,10 @@ __global__ void __launch_bounds__(kSetThreads, 1) merge_topk_kernel(const __grid
   if (args.report != nullptr) {
     absent = __reduce_add_sync(0xFFFFFFFFu, absent);
     if ((threadIdx.x & 31) == 0 && absent != 0) {
-      atomicOr(&args.report->status, static_cast<uint32_t>(kStatusAbsentPage));
-      add_u64(&args.report->absent_entries, absent);
+      report_status(args.report, kStatusAbsentPage);
+      report_count(args.report, &OpReport::absent_entries, absent);
     }
-    if (threadIdx.x == 0 && shared.overflows != 0) add_u64(&args.report->fallbacks, shared.overflows);
+    if (threadIdx.x == 0) report_count(args.report, &OpReport::fallbacks, shared.overflows);
   }
   __syncthreads();
 
@@ -902,10 +994,10 @@ __global__ void __launch_bounds__(kSetThreads) list_slots_kernel(const __grid_co
   if (args.report == nullptr) return;
   absent = __reduce_add_sync(0xFFFFFFFFu, absent);
   if ((threadIdx.x & 31) == 0 && absent != 0) {
-    atomicOr(&args.report->status, static_cast<uint32_t>(kStatusAbsentPage));
-    add_u64(&args.report->absent_entries, absent);
+    report_status(args.report, kStatusAbsentPage);
+    report_count(args.report, &OpReport::absent_entries, absent);
   }
-  if (threadIdx.x == 0 && cut) atomicOr(&args.report->status, static_cast<uint32_t>(kStatusBadPageTable));
+  if (threadIdx.x == 0 && cut) report_status(args.report, kStatusBadPageTable);
 }
 
 __global__ void add_status_kernel(OpReport* report, uint32_t status) {
@@ -923,7 +1015,7 @@ int next_power_of_two(int value) {
 }  // namespace
 
 int64_t select_topk_shared_bytes(const SelectPlan& plan) {
-  return int64_t{sizeof(SelectShared)} + int64_t{plan.capacity} * 8 + int64_t{sizeof(RowShared)} +
+  return int64_t{sizeof(SelectShared)} + int64_t{plan.capacity} * 8 + int64_t{sizeof(RowShared)} + int64_t{plan.slots} * plan.threads * 8 +
          int64_t{plan.stages} * plan.threads * kTileVectorsAThread * 16;
 }
 
@@ -939,17 +1031,22 @@ SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts
     plan.cluster_log2 += 1;
   }
   const bool alone = rows * plan.cluster <= facts.multiprocessors;
-  const int64_t room = alone || args.k > tuning.shared_rows_k_max ? facts.shared_bytes_per_block : tuning.shared_bytes_of_two;
-  for (plan.threads = alone ? 1024 : 512;; plan.threads = 512) {
-    const int warps = plan.threads / 32;
-    const int least = std::max(next_power_of_two(args.k), static_cast<int>(round_up(args.k + plan.threads, 32 * warps)));
+  const bool whole = alone || args.k > tuning.shared_rows_k_max;  // the multiprocessor to itself
+  const int64_t room = whole ? facts.shared_bytes_per_block : tuning.shared_bytes_of_two;
+  for (plan.threads = whole ? 1024 : 512;; plan.threads = 512) {
+    const int least = static_cast<int>(round_up(std::max(next_power_of_two(args.k), args.k + plan.threads), plan.threads));
     plan.stages = 1;
-    plan.capacity = std::max({tuning.capacity_min, std::min(next_power_of_two(4 * args.k), 2 * kTopkMax), least});
-    const int64_t spare = room - select_topk_shared_bytes(plan);
-    if (spare < 0) {
-      plan.capacity = std::max(least, (plan.capacity - static_cast<int>((-spare + 7) / 8)) / (32 * warps) * (32 * warps));
+    plan.slots = tuning.slots;
+    // A guess lets about 2.5 k through (k up to 512) or 1.9 k (above), correlated scores more.
+    const int least_wanted = whole ? tuning.capacity_min : tuning.shared_capacity_min;
+    const int wanted = std::max(args.length_max / 1024 > args.k ? least_wanted / 2 * 3 : least_wanted, args.k / 2 * 7);
+    plan.capacity = std::max(static_cast<int>(round_up(wanted, plan.threads)), least);
+    while (select_topk_shared_bytes(plan) > room && plan.capacity - plan.threads >= least) plan.capacity -= plan.threads;
+    if (select_topk_shared_bytes(plan) <= room) break;
+    if (plan.threads == 512) {
+      plan.slots = 0;  // no room for lists: rows are read slowly
+      break;
     }
-    if (select_topk_shared_bytes(plan) <= room || plan.threads == 512) break;
   }
   const int tile_vectors = plan.threads * kTileVectorsAThread;
   const int64_t tile_bytes = int64_t{tile_vectors} * 16;
@@ -958,6 +1055,7 @@ SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts
   const int64_t part_vectors = (int64_t{args.length_max} / 4 + plan.cluster - 1) / plan.cluster;
   const int needed = static_cast<int>(std::max<int64_t>(1, (part_vectors + tile_vectors - 1) / tile_vectors));
   plan.stages = std::min(plan.stages, needed);
+  plan.early = std::min(plan.stages, tuning.early_tiles);
   plan.shared_bytes = select_topk_shared_bytes(plan);
   return plan;
 }
@@ -968,12 +1066,13 @@ absl::Status select_topk_cuda_planned(const SelectTopkArgs& args, const SelectPl
   if (args.rows == 0) return absl::OkStatus();
   const bool possible = (plan.threads == 512 || plan.threads == 1024) && plan.cluster >= 1 && plan.cluster <= kClusterMax &&
                         plan.cluster == 1 << plan.cluster_log2 && plan.stages >= 1 && plan.stages <= kStagesMax &&
-                        plan.capacity >= args.k + plan.threads && plan.capacity % plan.threads == 0 &&
+                        plan.capacity >= args.k + plan.threads && plan.capacity % plan.threads == 0 && plan.early >= 0 &&
+                        plan.early <= plan.stages && (plan.slots == 0 || (plan.slots >= 4 && plan.slots <= kSlotsMax)) &&
                         (args.order == TopkOrder::kByPosition || plan.capacity >= next_power_of_two(args.k));
   if (!possible) {
     return absl::InvalidArgumentError(absl::StrCat("select_topk: impossible plan: threads ", plan.threads, ", cluster ", plan.cluster,
-                                                   " = 2^", plan.cluster_log2, ", capacity ", plan.capacity, ", stages ", plan.stages,
-                                                   " for k = ", args.k));
+                                                   " = 2^", plan.cluster_log2, ", capacity ", plan.capacity, ", slots ", plan.slots,
+                                                   ", stages ", plan.stages, ", early ", plan.early, " for k = ", args.k));
   }
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(args.rows) * static_cast<unsigned>(plan.cluster));

@@ -24,10 +24,12 @@ namespace needle {
 
 inline constexpr int kSelectBins = 2048;
 inline constexpr int kSelectBinBits = 11;
-inline constexpr int kSelectFinalists = 32;  // so many keys in the crossing bin are ranked by one warp directly
+inline constexpr int kSelectCoarseBins = 64;  // of 32 bins each: one warp finds the crossing bin in two steps
+inline constexpr int kSelectFinalists = 32;   // so many keys in the crossing bin are ranked by one warp directly
 
 struct alignas(16) SelectShared {
-  uint32_t bins[kSelectBins];  // zero between calls
+  uint32_t bins[kSelectBins];          // zero between calls
+  uint32_t coarse[kSelectCoarseBins];  // sums of 32 bins, for warp_find_crossing(); left as they are
   uint4 crossing;
   uint64_t threshold;
   uint64_t finalists[kSelectFinalists];
@@ -35,7 +37,6 @@ struct alignas(16) SelectShared {
   uint32_t count;      // keys in the buffer; beyond its capacity while an overflow is being dealt with
   uint32_t order_max;  // largest score_order_bits in the buffer, or above it
   uint32_t finalist_count;
-  uint32_t full;  // warps whose segment was too small
   uint32_t nan_count;
   uint32_t absent_count;
   uint32_t overflows;
@@ -58,7 +59,7 @@ __device__ __forceinline__ uint32_t position_of_key(uint64_t key) { return 0xFFF
 __device__ __forceinline__ float score_of_key(uint64_t key) { return __uint_as_float(score_bits_of_order(order_bits_of_key(key))); }
 
 // Which keys of the buffer are this thread's to look at: keys[first], keys[first + step], ... before `end`. Two shapes:
-// each warp its own segment, as read_part leaves it, or the whole block one run of keys.
+// each thread its own list, as read_part leaves it, or the whole block one run of keys.
 struct KeyShare {
   uint32_t first;
   uint32_t step;
@@ -67,6 +68,20 @@ struct KeyShare {
 template <int kThreads>
 __device__ __forceinline__ KeyShare share_of_run(int count) {
   return {threadIdx.x, kThreads, static_cast<uint32_t>(count)};
+}
+template <int kThreads>
+__device__ __forceinline__ KeyShare share_of_list(uint32_t held) {
+  return {threadIdx.x, kThreads, threadIdx.x + held * kThreads};
+}
+
+__device__ __forceinline__ uint32_t inclusive_over_warp(uint32_t value) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const uint32_t from = __shfl_up_sync(0xFFFFFFFFu, value, step);
+    if (lane >= step) value += from;
+  }
+  return value;
 }
 
 // Exclusive prefix sum over the block's threads; `total` is the sum. One block barrier; warp_sums must not be written
@@ -98,6 +113,7 @@ __device__ __forceinline__ void block_begin() {
     const int vector = i + static_cast<int>(threadIdx.x);
     if (vector < kSelectBins / 4) reinterpret_cast<uint4*>(shared.bins)[vector] = uint4{0, 0, 0, 0};
   }
+  if (threadIdx.x < kSelectCoarseBins) shared.coarse[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     shared.threshold = 0;
     shared.count = 0;
@@ -105,7 +121,6 @@ __device__ __forceinline__ void block_begin() {
     shared.nan_count = 0;
     shared.absent_count = 0;
     shared.overflows = 0;
-    shared.full = 0;
   }
 }
 
@@ -144,14 +159,25 @@ __device__ __forceinline__ void note_order_max(uint32_t order) {
   if ((threadIdx.x & 31) == 0) atomicMax(&select_shared().order_max, warp_max);
 }
 
-// A bound that exactly `need` of the block's keys reach. Of those that are >= low there are at least `need`, and the order
-// bits of all are <= shared.order_max. A block barrier lies behind the call; the bound is the same for every thread.
+// Of the finalists, every warp for itself: no barrier to hand the answer round.
+__device__ __forceinline__ uint64_t kth_finalist(uint32_t finalists, int need) {
+  const SelectShared& shared = select_shared();
+  const uint32_t lane = threadIdx.x & 31u;
+  const uint64_t key = lane < finalists ? shared.finalists[lane] : 0;
+  int rank = 0;
+#pragma unroll 1
+  for (uint32_t other = 0; other < finalists; ++other) rank += shared.finalists[other] > key;
+  const unsigned at = __ballot_sync(0xFFFFFFFFu, lane < finalists && rank == need - 1);
+  return __shfl_sync(0xFFFFFFFFu, key, __ffs(static_cast<int>(at)) - 1);
+}
+
+// A bound that exactly `need` of the block's keys reach. Of those with key - low <= range there are at least `need`, and
+// none lies above them. A block barrier lies behind the call; the bound is the same for every thread.
 template <int kThreads>
-__device__ __noinline__ uint64_t block_kth_bound(KeyShare share, int need, uint64_t low) {
+__device__ __noinline__ uint64_t block_kth_bound_in(KeyShare share, int need, uint64_t low, uint64_t range) {
   constexpr int kBinsPerThread = kSelectBins / kThreads;
   SelectShared& shared = select_shared();
   const uint64_t* keys = select_keys();
-  uint64_t range = ((static_cast<uint64_t>(shared.order_max) << 32) | 0xFFFFFFFFu) - low;  // of interest: key - low <= it
   int shift = max(0, 64 - kSelectBinBits - __clzll(static_cast<long long>(range)));
 #pragma unroll 1
   for (;;) {
@@ -204,15 +230,36 @@ __device__ __noinline__ uint64_t block_kth_bound(KeyShare share, int need, uint6
     if (key - low <= range) shared.finalists[atomicAdd(&shared.finalist_count, 1u)] = key;
   }
   __syncthreads();
-  // Every warp ranks them for itself: no barrier to hand the answer round.
-  const uint32_t finalists = shared.finalist_count;
+  return kth_finalist(shared.finalist_count, need);
+}
+
+// The same of all keys >= low, at least `need`, whose order bits are <= shared.order_max.
+template <int kThreads>
+__device__ __forceinline__ uint64_t block_kth_bound(KeyShare share, int need, uint64_t low) {
+  const uint64_t high = (static_cast<uint64_t>(select_shared().order_max) << 32) | 0xFFFFFFFFu;
+  return block_kth_bound_in<kThreads>(share, need, low, high - low);
+}
+
+// Finds, by one warp, the bin that holds the need-th best key: shared.crossing is that bin counted from the best, the keys
+// above it and the keys in it. Bins and coarse bins are complete, and hold at least `need` keys.
+__device__ __forceinline__ void warp_find_crossing(int need) {
+  SelectShared& shared = select_shared();
   const uint32_t lane = threadIdx.x & 31u;
-  const uint64_t key = lane < finalists ? shared.finalists[lane] : 0;
-  int rank = 0;
-#pragma unroll 1
-  for (uint32_t other = 0; other < finalists; ++other) rank += shared.finalists[other] > key;
-  const unsigned at = __ballot_sync(0xFFFFFFFFu, lane < finalists && rank == need - 1);
-  return __shfl_sync(0xFFFFFFFFu, key, __ffs(static_cast<int>(at)) - 1);
+  const uint32_t wanted = static_cast<uint32_t>(need);
+  const uint2 two = reinterpret_cast<const uint2*>(shared.coarse)[lane];
+  const uint32_t up_to = inclusive_over_warp(two.x + two.y);
+  const int lane_at = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, up_to >= wanted))) - 1;
+  const uint32_t before_two = up_to - two.x - two.y;
+  const bool second = before_two + two.x < wanted;
+  const uint32_t above = __shfl_sync(0xFFFFFFFFu, second ? before_two + two.x : before_two, lane_at);
+  const uint32_t coarse = __shfl_sync(0xFFFFFFFFu, 2 * lane + (second ? 1u : 0u), lane_at);
+  const uint32_t own = shared.bins[32 * coarse + lane];
+  const uint32_t with_own = above + inclusive_over_warp(own);
+  const int at = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, with_own >= wanted))) - 1;
+  if (static_cast<int>(lane) == at) {
+    shared.crossing = {32 * coarse + lane, with_own - own, own, 0u};
+    shared.finalist_count = 0;
+  }
 }
 
 // Keeps of keys[0, count) those >= bound, in some order; shared.count becomes their number. Ends at a block barrier.

@@ -53,15 +53,18 @@ struct SelectTuning {
   int cluster_max;              // blocks that may share a row
   int widest_cluster_rows_max;  // up to so many rows clusters of more than 8 are used
   int part_entries_min;         // a part of a row is at least so long
-  int capacity_min;             // rank keys a buffer holds at least
+  int capacity_min;             // rank keys that the pool holds at least
+  int shared_capacity_min;      // the same where blocks share a multiprocessor
+  int slots;                    // entries that a thread's list holds: 4 or more
+  int early_tiles;              // of a part, asked for before the sample is back
   int shared_rows_k_max;        // above this k a block takes the whole multiprocessor, so that its buffer fits
   int64_t shared_bytes_of_two;  // dynamic shared memory with which two blocks share a multiprocessor
 };
 
 inline constexpr SelectTuning kSelectTuning[] = {
-    {9, 16, 4, 4096, 4096, 2048, 112 * 1024},   // H200
-    {10, 16, 4, 4096, 4096, 2048, 112 * 1024},  // by analogy with 9.0
-    {12, 8, 0, 4096, 4096, 1024, 49 * 1024},    // by analogy; 99 KB a block
+    {9, 16, 4, 4096, 4096, 3072, 6, 1, 1024, 113 * 1024},   // H200
+    {10, 16, 4, 4096, 4096, 3072, 6, 1, 1024, 113 * 1024},  // by analogy with 9.0
+    {12, 8, 0, 4096, 3072, 3072, 4, 1, 1024, 99 * 1024},    // by analogy; 99 KB a block, which stays alone
 };
 
 inline constexpr const SelectTuning& select_tuning(int major) {

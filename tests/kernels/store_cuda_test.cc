@@ -4,7 +4,10 @@
 
 #include <cctype>
 #include <string>
+#include <tuple>
+#include <vector>
 
+#include "kernels/store_plan.h"
 #include "tests/kernels/device_array.h"
 #include "tests/kernels/prepare_index_q_battery.h"
 #include "tests/kernels/store_battery.h"
@@ -45,7 +48,7 @@ PageTableView table_on_device(const PageTableView& host, DeviceCopies& copies) {
   return pages;
 }
 
-absl::Status rows_on_device(const StoreRowsArgs& host) {
+absl::Status rows_on_device(const StoreRowsArgs& host, const StorePlan& plan) {
   if (!check_store_rows(host).ok()) return store_rows_cuda(host, nullptr, 0, nullptr);
   DeviceCopies copies;
   const int64_t dims = host.chain.component.head_dim;
@@ -64,7 +67,7 @@ absl::Status rows_on_device(const StoreRowsArgs& host) {
   args.boundary_requests = copies.in(host.boundary_requests, host.boundary_count);
   args.finished = copies.in_out(host.finished, reach(host.rows, host.finished_stride, dims));
   args.report = copies.in_out(host.report, 1);
-  const absl::Status done = finish_on_device(store_rows_cuda(args, nullptr, 0, nullptr));
+  const absl::Status done = finish_on_device(store_rows_cuda_planned(args, plan, nullptr));
   if (done.ok()) copies.read_back();
   return done;
 }
@@ -115,26 +118,34 @@ absl::Status commit_on_device(const CommitStateArgs& host) {
   return done;
 }
 
-StoreTwin cuda_store() {
+// Under its own plan, or under those of long calls: stretches of one turn and of the most.
+StoreTwin cuda_store(const std::string& name, const StorePlan& plan) {
   StoreTwin twin;
-  twin.name = "cuda";
+  twin.name = name;
   twin.refuses_bad_ids = false;
   twin.works_in_host_memory = false;
-  twin.rows = [](const StoreRowsArgs& args, int) { return rows_on_device(args); };
+  twin.rows = [plan](const StoreRowsArgs& args, int) { return rows_on_device(args, plan); };
   twin.pooled = [](const StorePooledArgs& args, int) { return pooled_on_device(args); };
   twin.init = init_on_device;
   twin.commit = commit_on_device;
   return twin;
 }
 
-class StoreCuda : public ::testing::TestWithParam<size_t> {};
+const std::vector<StoreTwin>& cuda_stores() {
+  static const std::vector<StoreTwin> kTwins = {cuda_store("cuda", StorePlan{}), cuda_store("short_stretches", StorePlan{0, 1 << 20}),
+                                                cuda_store("long_stretches", StorePlan{0, 1})};
+  return kTwins;
+}
+
+class StoreCuda : public ::testing::TestWithParam<std::tuple<size_t, size_t>> {};
 
 TEST_P(StoreCuda, battery) {
   if (const std::string reason = no_gpu_because(); !reason.empty()) GTEST_SKIP() << reason;
-  store_cases()[GetParam()].run(cuda_store());
+  store_cases()[std::get<1>(GetParam())].run(cuda_stores()[std::get<0>(GetParam())]);
 }
-INSTANTIATE_TEST_SUITE_P(, StoreCuda, ::testing::Range(size_t{0}, store_cases().size()),
-                         [](const auto& each) { return std::string(store_cases()[each.param].name); });
+INSTANTIATE_TEST_SUITE_P(
+    , StoreCuda, ::testing::Combine(::testing::Range(size_t{0}, cuda_stores().size()), ::testing::Range(size_t{0}, store_cases().size())),
+    [](const auto& each) { return cuda_stores()[std::get<0>(each.param)].name + "_" + store_cases()[std::get<1>(each.param)].name; });
 
 absl::Status prepare_on_device(const PrepareIndexQArgs& host) {
   if (!check_prepare_index_q(host).ok()) return prepare_index_q_cuda(host, nullptr);
