@@ -179,7 +179,6 @@ __global__ void __launch_bounds__(kMmaThreads, 1) index_logits_mma_kernel(const 
       scoring_warps_meet();  // nobody reads the last run's queries any more
       load_query_fragments<kKeys, kHeads, kTokens>(args, piece.run, fragments, tail);
       scoring_warps_meet();
-      LeftOut left_out;
       const int end = piece.tile + tiles_here(piece);
       for (int tile = piece.tile; tile < end; ++tile) {
         if (stage % 4 == pair) {
@@ -204,11 +203,13 @@ __global__ void __launch_bounds__(kMmaThreads, 1) index_logits_mma_kernel(const 
             const int entry = place.entry + slot;
             if (slot >= place.slots || token >= kTokens || entry >= tail.limits[token]) return;
             const int64_t at = (piece.run.token + token) * args.score_stride + entry;
+            LeftOut left_out;
             if (present > 0) {
               write_score(args.scores + at, kKeys == ElementFormat::kFp8 ? score * scale[half] : score, left_out);
             } else {
               write_absent(args.scores + at, present == 0, left_out);
             }
+            left_out.report(args.report);
           };
           HeadSums sums[2];
 #pragma unroll 1
@@ -254,7 +255,6 @@ __global__ void __launch_bounds__(kMmaThreads, 1) index_logits_mma_kernel(const 
           parity ^= 1;
         }
       }
-      left_out.report(args.report);
       next_run<kTokens>(args, piece);
     }
   }

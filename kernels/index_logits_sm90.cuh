@@ -1,9 +1,9 @@
-// index_logits on sm_90a: wgmma, one persistent block a multiprocessor, three to five warpgroups.
+// index_logits on sm_90a: wgmma, one persistent block a multiprocessor, three or four warpgroups.
 //
-// Warpgroup 0 feeds: its first warp streams key tiles into a ring (tensor maps for bf16, so that they arrive swizzled;
-// plain bulk copies for fp8 and fp4), the other three turn the next run's queries into the matrix operand. The others
-// score: ring stage i belongs to scoring group i % kGroups, which multiplies 64 keys (rows) by all columns
-// (tokens x padded heads) and reduces its accumulators while another one multiplies.
+// Warpgroup 0 feeds: its first warp streams key tiles into a ring (tensor maps where the matrix unit reads them as they are,
+// so that they arrive swizzled; bulk copies where they are converted), the other three turn the next run's queries into the
+// matrix operand. The others score: ring stage i belongs to scoring group i % kGroups, which multiplies 64 keys (rows) by all
+// columns (tokens x padded heads) and reduces its accumulators while another one multiplies.
 //
 // What must stay true:
 //  1. The three roles walk the same Piece and so agree on every ring and query-buffer index without talking.
@@ -12,10 +12,13 @@
 //  3. A ring stage belongs to one scoring group for good. Were it handed around, a group that is a whole ring ahead would
 //     take the phase before for its own, as a barrier tells phases apart by parity alone.
 //  4. One wgmma of all columns a step: a column's sum does not depend on how many columns there are.
+//  5. A warp arrives on a barrier by lane 0, after __syncwarp(). (racecheck credits that to lane 0 alone and reports the other
+//     lanes' reads as races; docs/measured/index_logits-h200.md says how that was seen.)
+//  6. Between a multiplication's start and its end nothing is called and nothing branches around it: the compiler would wait.
 //
 // Rejected, with figures in docs/kernels-performance.md: mma.sync (80 % of the matrix rate); bf16 queries read by threads
 // instead of by tensor map (their loads wait behind the ring's, 30 us a start with four tokens); deeper rings; keys of
-// fp8 and fp4 through shared memory a second time.
+// fp8 and fp4 through shared memory a second time; converted fp8 keys by tensor map, read without bank conflicts.
 #pragma once
 
 #include <cuda.h>
@@ -51,17 +54,17 @@ struct Sm90Shape {
   static constexpr bool kKeysAreOperand = kKeys == ElementFormat::kBf16 || kMma == MmaElement::kE4m3;
   static constexpr bool kScaled = kKeys == ElementFormat::kFp8;  // one fp32 a key, multiplied in at the end
   // Keys that are converted: a tile's multiplications run while the tile before is reduced, in a second set of accumulators,
-  // and while the tile after is read. One after the other, a tile takes a group three times as long as its multiplications.
+  // and while the tile after is read.
   static constexpr bool kPipelined = !kKeysAreOperand && kColumns == 64;
   static constexpr int kSteps = kMma == MmaElement::kE4m3 ? 4 : 8;  // of 32 bytes each
   static constexpr int kQueryBytes = kColumns * 32 * kSteps;
   // A tile's values; its scales follow at once, or behind the ring where tiles must begin on a multiple of 1,024.
   static constexpr int kScaleBytes = kScaled && kKeysAreOperand ? kTileSlots * 4 : 0;
   static constexpr int kStageBytes = kScaleBytes > 0 ? KeyTraits<kKeys>::kTileBytes : KeyTraits<kKeys>::kStageBytes;
-  // Scoring groups of one warpgroup. Up to 128 columns memory rules, and what counts is tiles in the making: three groups,
-  // or four where keys are converted first. With 256 columns the matrix unit rules, and shared memory's bandwidth beside
-  // it: one wide multiplication by each of two groups, weights in registers, and turns, as two groups that start together
-  // would multiply together and reduce together and leave the matrix unit idle meanwhile.
+  // Scoring groups of one warpgroup. Up to 128 columns memory rules, and what counts is tiles in the making: three groups (four
+  // leave each too few registers for keys that are converted). With 256 columns the matrix unit rules, and shared memory's
+  // bandwidth beside it: one wide multiplication by each of two groups, weights in registers, and turns, as two groups that
+  // start together would multiply together and reduce together and leave the matrix unit idle meanwhile.
   static constexpr bool kTakeTurns = kColumns == 256;
   static constexpr int kGroups = kTakeTurns ? 2 : 3;
   static constexpr bool kWeightsInRegisters = kGroups < 4;
