@@ -35,9 +35,9 @@ constexpr int kStretchTurnsMax = 8;  // the same of entries
 
 // Where a row of a block goes. Found by one thread a row, for the lanes that finish it.
 struct RowPlace {
-  std::byte* data = nullptr;  // null: it is not written
-  std::byte* scale = nullptr;
-  int64_t position = 0;  // for RoPE, inside the table
+  std::byte* data;  // null: it is not written
+  std::byte* scale;
+  int64_t position;  // for RoPE, inside the table
 };
 
 // A block's rows lie side by side in turns, so that the next turn's row is on its way while one is finished.
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, kDims == 128 ? 8 : 4)
   };
   Row next = load_row(first);
   if (static_cast<int>(threadIdx.x) < kRows * turns) {
-    RowPlace place;
+    RowPlace place{nullptr, nullptr, 0};
     const int64_t index = block_first + threadIdx.x;
     const int64_t slot = index < args.count ? args.slots[index] : kNoSlot;
     if (rotates && index < args.count) place.position = args.positions[index];
@@ -402,10 +402,10 @@ __global__ void __launch_bounds__(kThreads) store_rows_kernel(const __grid_const
 
 // What a block of store_stretch_kernel knows of its rows.
 struct Stretch {
-  StoreSequence sequence;
-  StateHeader header;
-  int64_t end;          // of its rows
-  int64_t to_position;  // position of a row = row + this
+  int64_t first_position;  // of its sequence's rows in this call
+  int64_t to_position;     // position of a row = row + this
+  int64_t end;             // of its rows
+  int32_t table_row;
 };
 
 // Ratio 4, many rows, kv and gate of one format: a block has a stretch of rows that nearly always are one sequence's, which
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(kThreads, kElement == RowElement::kBf16 && kDi
       if (end <= sequence.row_begin + sequence.row_count) {
         StateHeader header;
         kind = sequence_is_sound(args, sequence) && device_sequence_fits(args, sequence, &header) ? 1 : -1;
-        stretch = {sequence, header, end, sequence.first_position - sequence.row_begin};
+        stretch = {sequence.first_position, sequence.first_position - sequence.row_begin, end, sequence.table_row};
       }
     }
   }
@@ -459,8 +459,8 @@ __global__ void __launch_bounds__(kThreads, kElement == RowElement::kBf16 && kDi
   const int64_t first_row = begin + 3 - ((stretch.to_position + begin) & 3);
   const int64_t first_entry = (stretch.to_position + first_row) / kOverlapRatio;
   // From this entry on, and in entry 0, no row is carried. The few others reach back into the record: they come last.
-  const int64_t whole_from = (stretch.sequence.first_position + kOverlapRatio - 1) / kOverlapRatio + 1;
-  const auto is_whole = [&](int64_t entry) { return entry >= whole_from || (entry == 0 && stretch.sequence.first_position == 0); };
+  const int64_t whole_from = (stretch.first_position + kOverlapRatio - 1) / kOverlapRatio + 1;
+  const auto is_whole = [&](int64_t entry) { return entry >= whole_from || (entry == 0 && stretch.first_position == 0); };
   const auto entry_at = [&](int turn) { return first_entry + turn * kGroups + group; };
   const auto row_at = [&](int turn) { return first_row + static_cast<int64_t>(turn * kGroups + group) * kWindowRows; };
   const auto request = [&](int turn, int t) {
@@ -470,7 +470,7 @@ __global__ void __launch_bounds__(kThreads, kElement == RowElement::kBf16 && kDi
   };
   request(0, 0);
   if (static_cast<int>(threadIdx.x) < kGroups * turns) {
-    RowPlace place;
+    RowPlace place{nullptr, nullptr, 0};
     const int64_t entry = first_entry + threadIdx.x;
     const bool rotates = args.chain.component.rope != RopeStyle::kNone;
     uint32_t status = 0;
@@ -479,7 +479,7 @@ __global__ void __launch_bounds__(kThreads, kElement == RowElement::kBf16 && kDi
         status = kStatusBadPosition;
       } else {
         place.position = entry * kOverlapRatio;
-        const DeviceSlot slot = device_entry_slot(args.out, args.pages, stretch.sequence.table_row, entry);
+        const DeviceSlot slot = device_entry_slot(args.out, args.pages, stretch.table_row, entry);
         place.data = slot.data;
         place.scale = slot.scale;
         status = slot.data == nullptr ? slot.status : 0u;
@@ -618,12 +618,10 @@ __global__ void __launch_bounds__(kFoldThreads) write_boundaries_kernel(const __
 // waited for them. It writes only after they have ended, for they read the records; and no block ends before that, so that
 // whoever waits for this kernel has waited for them.
 __global__ void __launch_bounds__(kRecordThreads) update_records_kernel(const __grid_constant__ StoreRowsArgs args) {
-  __shared__ StoreSequence shared_sequence;
   __shared__ StateHeader shared_header;
   __shared__ bool shared_fits;
+  const StoreSequence sequence = load_past_l1(args.sequences + blockIdx.x);
   if (threadIdx.x == 0) {
-    const StoreSequence sequence = load_past_l1(args.sequences + blockIdx.x);
-    shared_sequence = sequence;
     shared_fits = false;
     if (sequence.row_count != 0) {
       const bool sound = sequence_is_sound(args, sequence);
@@ -645,7 +643,6 @@ __global__ void __launch_bounds__(kRecordThreads) update_records_kernel(const __
     wait();
     return;
   }
-  const StoreSequence sequence = shared_sequence;
   const StateHeader before = shared_header;
   StateHeader after = before;
   after.next += sequence.row_count;
