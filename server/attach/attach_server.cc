@@ -23,6 +23,7 @@ namespace {
 // Event tags: the listener and the wake descriptor, then two for each connection key.
 constexpr uint64_t kListenerTag = 0;
 constexpr uint64_t kWakeTag = 1;
+constexpr size_t kLoggedBytesMax = 2048;  // a refused format repeats both texts, up to 16 KiB each
 constexpr uint64_t socket_tag(uint64_t key) { return key * 2; }
 constexpr uint64_t pidfd_tag(uint64_t key) { return key * 2 + 1; }
 
@@ -263,7 +264,10 @@ void AttachServer::handle(Connection& connection, Datagram& datagram) {
     case attach::Type::kDetach: post_call(key, header.request, Detach{session}, true); return;
     case attach::Type::kChunkUnmapped: {
       attach::ChunkName name;
-      if (!reader.take(name)) break;
+      if (!reader.take(name)) {
+        answer(connection, header.request, make_error(ErrorCode::kInvalid, "ChunkUnmapped is too short to name a pool and a chunk"));
+        return;
+      }
       post_call(key, header.request, ChunkUnmapped{session, PoolId(name.pool), ChunkIndex(name.chunk)}, false);
       return;
     }
@@ -294,7 +298,7 @@ void AttachServer::hello(Connection& connection, uint32_t request, attach::Reade
   const auto refuse = [&](const absl::Status& status) {
     refused_.fetch_add(1, std::memory_order_relaxed);
     log_.write(LogLevel::kWarning, "attach_refused",
-               {{"pid", absl::StrCat(connection.process.identity.pid)}, {"cause", std::string(status.message())}});
+               {{"pid", absl::StrCat(connection.process.identity.pid)}, {"cause", printable(status.message().substr(0, kLoggedBytesMax))}});
     answer(connection, request, status);
     connection.closing = true;
     flush(connection);
@@ -325,7 +329,7 @@ void AttachServer::hello(Connection& connection, uint32_t request, attach::Reade
   if (set == sets_.size()) {
     std::string known;
     for (const AttachPoolSet& other : sets_) absl::StrAppend(&known, known.empty() ? "" : ", ", other.name);
-    return refuse(make_error(ErrorCode::kNotFound, absl::StrCat("no pool '", pool_set, "' here; there are: ", known)));
+    return refuse(make_error(ErrorCode::kNotFound, absl::StrCat("no pool '", printable(pool_set), "' here; there are: ", known)));
   }
   if (!format.empty()) {
     const absl::Status same = check_same_format_set(sets_[set].format, format);

@@ -22,7 +22,16 @@ absl::StatusOr<SessionSecret> make_secret() {
   return secret;
 }
 
+std::string printable(absl::string_view text) {
+  std::string shown(text);
+  for (char& c : shown) {
+    if (c < 0x20 || c > 0x7e) c = '?';
+  }
+  return shown;
+}
+
 void SessionRegistry::add(SessionEntry entry, const SessionSecret& secret, std::unique_ptr<SharedPage> counters) {
+  entry.client = printable(entry.client);
   MutexLock hold(mutex_);
   const uint64_t key = entry.session.value();
   rows_.insert_or_assign(key, Row{std::move(entry), secret, std::move(counters)});

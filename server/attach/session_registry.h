@@ -5,6 +5,7 @@
 //  1. A secret is 128 bits from the kernel, handed out once, compared in constant time, never logged.
 //  2. An entry ends when the core ended the session; until then a silent client may still say Acknowledge.
 //  3. Read counters of sessions that ended are added to a total that never falls.
+//  4. A client's name is printable, whatever the client sent: one that protobuf refuses would blind every look at all sessions.
 //
 // Safe from any thread; the lock is never held across a call out of here.
 #pragma once
@@ -18,6 +19,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "base/ids.h"
 #include "base/mutex.h"
 #include "proto/attach.h"
@@ -45,6 +47,9 @@ struct ReadTotals {
 };
 
 absl::StatusOr<SessionSecret> make_secret();
+
+// A caller's text as logs, protobuf's strings and terminals can show it: bytes other than printable ASCII become '?'.
+std::string printable(absl::string_view text);
 
 class SessionRegistry {
  public:

@@ -165,17 +165,17 @@ class AttachTest : public ::testing::Test {
       send_datagram(socket.get(), std::as_bytes(std::span(bytes)), {}, true);
     }
     void hello(const std::string& pool, const std::string& format, uint32_t views, uint64_t previous = 0,
-               std::vector<attach::PageRefWire> held = {}) {
+               std::vector<attach::PageRefWire> held = {}, const std::string& name = "test") {
       attach::Hello body;
       body.previous_session = previous;
       body.views = views;
       body.held_count = static_cast<uint32_t>(held.size());
       body.pool_set_bytes = static_cast<uint32_t>(pool.size());
       body.format_bytes = static_cast<uint32_t>(format.size());
-      body.name_bytes = 4;
+      body.name_bytes = static_cast<uint32_t>(name.size());
       say(attach::Type::kHello, 1,
           std::string(reinterpret_cast<const char*>(&body), sizeof(body)) +
-              std::string(reinterpret_cast<const char*>(held.data()), held.size() * sizeof(attach::PageRefWire)) + pool + format + "test");
+              std::string(reinterpret_cast<const char*>(held.data()), held.size() * sizeof(attach::PageRefWire)) + pool + format + name);
     }
     // The next message's type; its body is left in `body`.
     attach::Header hear() {
@@ -469,6 +469,15 @@ TEST_F(AttachTest, hostile_messages_end_their_connection_and_nobody_else_s) {
   EXPECT_EQ(static_cast<int>(short_one.hear().type), 0);
   good.say(attach::Type::kHeartbeat, 3, "");
   EXPECT_EQ(good.hear().request, 3u);
+}
+
+TEST_F(AttachTest, a_name_that_no_log_or_message_can_carry_is_made_printable) {
+  Client client(folder_);
+  client.hello("default", "", 0, 0, {}, "engine\xff\n\x1b[31m");
+  ASSERT_EQ(client.hear().type, attach::Type::kWelcome);
+  const std::vector<SessionEntry> entries = registry_.entries();
+  ASSERT_EQ(entries.size(), 1u);
+  EXPECT_EQ(entries[0].client, "engine???[31m");
 }
 
 TEST_F(AttachTest, a_client_that_stops_reading_is_disconnected_not_waited_for) {
