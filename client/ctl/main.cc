@@ -8,13 +8,17 @@
 //  4. It reads pools through the daemon's RPCs alone: it maps no memory and can break none.
 #include <grpcpp/grpcpp.h>
 #include <sys/random.h>
+#include <sys/un.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
+#include <iostream>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -74,7 +78,8 @@ class Daemon {
       throw Refusal{kUnreachable,
                     "no answer from " + target_ + ": " + status.error_message() + ". Is needled running, and is --socket its grpc.sock?"};
     }
-    throw Refusal{exit, status.error_message()};
+    const std::string& message = status.error_message();
+    throw Refusal{exit, message.empty() ? "gRPC status " + std::to_string(status.error_code()) + " without a word" : message};
   }
 
   // A refused command ends its session too: what it reserved or leased is given back now, not by silence.
@@ -404,10 +409,20 @@ int ship(Daemon& daemon, bool as_json, const std::string& pool, const std::strin
   return kDone;
 }
 
+constexpr size_t kFileBytesMax = size_t{64} << 20;  // thousands of queries; a device would be read for ever
+
 std::string read_file(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
-  if (!stream) throw Refusal{kUsage, "cannot read " + path};
-  return {std::istreambuf_iterator<char>(stream), {}};
+  if (!stream) throw Refusal{kUsage, "cannot read " + path + ": " + std::strerror(errno)};
+  std::string bytes;
+  char block[1 << 16];
+  do {
+    stream.read(block, sizeof block);
+    if (stream.bad()) throw Refusal{kUsage, "cannot read " + path + ": it is a folder, or its device fails"};
+    bytes.append(block, static_cast<size_t>(stream.gcount()));
+    if (bytes.size() > kFileBytesMax) throw Refusal{kUsage, path + " is larger than 64 MiB"};
+  } while (stream);
+  return bytes;
 }
 
 struct TopkOptions {
@@ -504,12 +519,13 @@ int show_resize(const v1::ResizeReply& reply, bool as_json, bool dry_run) {
 // "512M", "2G": powers of 1024, as in the daemon's options.
 int64_t parse_size(const std::string& text) {
   char* end = nullptr;
-  const long long count = std::strtoll(text.c_str(), &end, 10);
+  const bool digit_first = !text.empty() && text[0] >= '0' && text[0] <= '9';
+  const long long count = digit_first ? std::strtoll(text.c_str(), &end, 10) : 0;
   const std::string unit = end == nullptr ? "" : end;
   const std::pair<const char*, int64_t> units[] = {
       {"K", int64_t{1} << 10}, {"M", int64_t{1} << 20}, {"G", int64_t{1} << 30}, {"T", int64_t{1} << 40}};
   for (const auto& [name, factor] : units) {
-    if (end != text.c_str() && count > 0 && unit == name && count <= INT64_MAX / factor) return count * factor;
+    if (count > 0 && unit == name && count <= INT64_MAX / factor) return count * factor;
   }
   throw Refusal{kUsage, "--bytes wants a size like 512M or 2G, not '" + text + "'"};
 }
@@ -517,6 +533,7 @@ int64_t parse_size(const std::string& text) {
 int probe(Daemon& daemon, bool as_json, const std::string& peer) {
   v1::ProbeRequest request;
   request.set_peer(peer);
+  (void)status_of(daemon);  // a daemon that does not answer is told from a recount that takes its time
   const v1::ProbeReply reply = daemon.call(&v1::Operator::Stub::Probe, request, 120'000);
   json document = json::array();
   Table table({"step", "passed", "seconds", "detail"});
@@ -530,6 +547,22 @@ int probe(Daemon& daemon, bool as_json, const std::string& peer) {
   }
   as_json ? print(document) : table.print();
   return passed ? kDone : kRefused;
+}
+
+// CLI11 hands numbers to strtoull, which takes "-1" for the largest id, 010 for 8, and cuts what is too long.
+std::string check_id(const std::string& text) {
+  const bool hex = text.size() > 2 && text[0] == '0' && (text[1] == 'x' || text[1] == 'X');
+  const bool known = hex ? text.find_first_not_of("0123456789abcdefABCDEF", 2) == std::string::npos
+                         : !text.empty() && text.find_first_not_of("0123456789") == std::string::npos && (text[0] != '0' || text == "0");
+  errno = 0;
+  if (known) (void)std::strtoull(text.c_str(), nullptr, 0);
+  return known && errno == 0 ? "" : "'" + text + "' is not an id of 0..18446744073709551615, in decimal or as 0x and hex digits";
+}
+
+// A name travels as protobuf's string, which is UTF-8; every name that a daemon takes is printable ASCII.
+std::string check_name(const std::string& text) {
+  const bool printable = std::all_of(text.begin(), text.end(), [](char c) { return c >= 0x20 && c <= 0x7e; });
+  return printable ? "" : "a name is printable ASCII, 1..63 of a-z 0-9 . _ -";
 }
 
 std::string default_target() {
@@ -554,13 +587,15 @@ int run(int argc, char** argv) {
   CLI::App* pools_command = app.add_subcommand("pools", "pages by state; their sum is the capacity");
   pools_command->add_flag("--formats", with_formats, "print the page formats too");
   app.add_subcommand("clients", "attached processes and what they hold");
+  const CLI::Validator is_id(check_id, "ID");
+  const CLI::Validator is_name(check_name, "");
   std::string add_peer;
   CLI::App* peers_command = app.add_subcommand("peers", "other daemons");
-  peers_command->add_option("--add", add_peer, "NAME=HOST:PORT, from now on");
+  peers_command->add_option("--add", add_peer, "NAME=HOST:PORT, from now on")->check(is_name);
   int64_t sequences_max = 50;
   std::string sequences_pool;
   CLI::App* sequences_command = app.add_subcommand("sequences", "stored sequences of each pool, latest used first");
-  sequences_command->add_option("--pool", sequences_pool, "one pool instead of all");
+  sequences_command->add_option("--pool", sequences_pool, "one pool instead of all")->check(is_name);
   sequences_command->add_option("--limit", sequences_max)->check(CLI::Range(1, 65536));
 
   std::string pool = "default";
@@ -568,20 +603,21 @@ int run(int argc, char** argv) {
   uint64_t sequence = 0;
   int64_t deadline_ms = 60'000;
   CLI::App* ship_command = app.add_subcommand("ship", "fetch a sequence from a peer into this daemon");
-  ship_command->add_option("--pool", pool, "pool set")->capture_default_str();
-  ship_command->add_option("--from", peer, "the peer's name")->required();
-  ship_command->add_option("--sequence", sequence, "sequence id")->required();
+  ship_command->add_option("--pool", pool, "pool set")->check(is_name)->capture_default_str();
+  ship_command->add_option("--from", peer, "the peer's name")->required()->check(is_name);
+  ship_command->add_option("--sequence", sequence, "sequence id")->required()->check(is_id);
   ship_command->add_option("--deadline-ms", deadline_ms, "give up after")->check(CLI::Range(1, 86'400'000))->capture_default_str();
 
   TopkOptions topk_options;
   topk_options.pool = "default";
   CLI::App* topk_command = app.add_subcommand("topk", "the k best entries of a stored sequence, by the daemon's kernels");
-  topk_command->add_option("--pool", topk_options.pool, "pool set")->capture_default_str();
-  topk_command->add_option("--sequence", topk_options.sequence, "sequence id")->required();
-  topk_command->add_option("--layer", topk_options.layer, "layer of index-K")->capture_default_str();
+  topk_command->add_option("--pool", topk_options.pool, "pool set")->check(is_name)->capture_default_str();
+  topk_command->add_option("--sequence", topk_options.sequence, "sequence id")->required()->check(is_id);
+  topk_command->add_option("--layer", topk_options.layer, "layer of index-K")->check(CLI::Range(0, 65535))->capture_default_str();
   topk_command->add_option("--heads", topk_options.heads, "indexer heads")->check(CLI::Range(1, 128))->capture_default_str();
   topk_command->add_option("-k", topk_options.k, "entries wanted")->check(CLI::Range(1, 8192))->capture_default_str();
-  topk_command->add_option("--position", topk_options.position, "token position of the query; default: the last token");
+  topk_command->add_option("--position", topk_options.position, "token position of the query; default: the last token")
+      ->check(CLI::Range(int64_t{0}, int64_t{UINT32_MAX}));
   topk_command->add_option("--q", topk_options.query_file, "file of [queries, heads, 128] bf16")->required();
   topk_command->add_option("--weights", topk_options.weights_file, "file of [queries, heads] fp32")->required();
   topk_command->add_flag("--prepared", topk_options.prepared, "RoPE, rotation and weight factors are already applied");
@@ -594,36 +630,50 @@ int run(int argc, char** argv) {
   int64_t wait_seconds = 0;
   uint64_t revision = 0;
   CLI::App* resize_command = app.add_subcommand("resize", "change a pool set's budget or ratios, live");
-  resize_command->add_option("--pool", pool, "pool set")->capture_default_str();
+  resize_command->add_option("--pool", pool, "pool set")->check(is_name)->capture_default_str();
   resize_command->add_option("--bytes", size, "new budget, like 2G");
   resize_command->add_option("--ratios", ratios, "weights of paged, window and state")->expected(3);
-  resize_command->add_option("--revision", revision, "refuse unless this is the next revision");
+  resize_command->add_option("--revision", revision, "refuse unless this is the next revision")->check(is_id);
   resize_command->add_flag("--dry-run", dry_run, "say what would happen");
-  resize_command->add_flag("--status", show_last, "say how far the last one is");
+  CLI::Option* status_flag = resize_command->add_flag("--status", show_last, "say how far the last one is");
   resize_command->add_option("--wait", wait_seconds, "return when it is applied, or after so many seconds")->check(CLI::Range(1, 86'400));
-  resize_command->add_flag("--abort", abort_it, "take back what was not yet asked of clients");
+  CLI::Option* abort_flag = resize_command->add_flag("--abort", abort_it, "take back what was not yet asked of clients");
+  // One question a call: what stands beside it would be dropped without a word.
+  for (const char* other : {"--bytes", "--ratios", "--revision", "--dry-run", "--wait"}) {
+    status_flag->excludes(resize_command->get_option(other));
+    abort_flag->excludes(resize_command->get_option(other));
+  }
+  status_flag->excludes(abort_flag);
 
   int64_t evict_pages = 0;
   CLI::App* evict_command = app.add_subcommand("evict", "let idle pages or one sequence go");
-  evict_command->add_option("--pool", pool, "pool set")->capture_default_str();
+  evict_command->add_option("--pool", pool, "pool set")->check(is_name)->capture_default_str();
   evict_command->add_option("--pages", evict_pages, "up to so many idle pages")->check(CLI::Range(int64_t{1}, int64_t{1} << 32));
-  evict_command->add_option("--sequence", sequence, "forget this sequence; its named pages stay in the prefix cache until room is needed");
+  evict_command->add_option("--sequence", sequence, "forget this sequence; its named pages stay in the prefix cache until room is needed")
+      ->check(is_id);
 
   app.add_subcommand("drain", "take nothing new; what is open goes on to its end");
   app.add_subcommand("audit", "recount everything from scratch and compare");
   app.add_subcommand("options", "every option's value and where it came from");
   std::string probe_peer;
   CLI::App* probe_command = app.add_subcommand("probe", "recount the pools and show every health facet");
-  probe_command->add_option("--peer", probe_peer, "with this peer too");
+  probe_command->add_option("--peer", probe_peer, "with this peer too")->check(is_name);
 
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
+    const std::vector<std::string> unknown = app.remaining();
+    if (app.get_subcommands().empty() && !unknown.empty()) std::fprintf(stderr, "needlectl: unknown command '%s'\n", unknown[0].c_str());
     const int code = app.exit(error);
     return code == 0 ? kDone : kUsage;
   }
 
   const bool is_path = socket.find('/') != std::string::npos;
+  if (socket.empty()) throw Refusal{kUsage, "--socket is empty: give the daemon's grpc.sock or HOST:PORT"};
+  if (is_path && socket.size() >= sizeof(sockaddr_un::sun_path)) {
+    throw Refusal{kUsage, "--socket is a path of " + std::to_string(socket.size()) + " bytes, the limit is " +
+                              std::to_string(sizeof(sockaddr_un::sun_path) - 1) + ": " + socket};
+  }
   Daemon daemon(is_path ? "unix:" + socket : socket);
   const auto chosen = [&](const char* name) { return app.got_subcommand(name); };
   if (chosen("status")) return status(daemon, as_json);
@@ -679,6 +729,7 @@ int run(int argc, char** argv) {
     return kDone;
   }
   if (chosen("audit")) {
+    (void)status_of(daemon);
     daemon.call(&v1::Operator::Stub::Audit, v1::Empty(), 60'000);
     if (as_json)
       print({{"audit", "ok"}});
@@ -705,9 +756,16 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    return needle::run(argc, argv);
+    const int code = needle::run(argc, argv);
+    std::cout.flush();  // CLI11 prints help there
+    if (std::cout.good() && std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+    std::fprintf(stderr, "needlectl: standard output cannot be written: %s; what the command did is done\n", std::strerror(errno));
+    return needle::kRefused;
   } catch (const needle::Refusal& refusal) {
     std::fprintf(stderr, "needlectl: %s\n", refusal.message.c_str());
     return refusal.exit;
+  } catch (const std::exception& error) {  // a library's own, such as no memory or no thread
+    std::fprintf(stderr, "needlectl: %s\n", error.what());
+    return needle::kRefused;
   }
 }

@@ -30,8 +30,8 @@ class Needlectl : public ::testing::Test {
  protected:
   Ended run(const DaemonProcess& daemon, std::vector<std::string> arguments) { return run_at(daemon.grpc_socket(), std::move(arguments)); }
 
-  Ended run_at(const std::string& socket, std::vector<std::string> arguments) {
-    const std::filesystem::path out = folder_.path() / "ctl.out";
+  Ended run_at(const std::string& socket, std::vector<std::string> arguments, const std::string& output = "") {
+    const std::filesystem::path out = output.empty() ? folder_.path() / "ctl.out" : std::filesystem::path(output);
     const std::filesystem::path error = folder_.path() / "ctl.err";
     std::filesystem::remove(error);
     std::vector<std::string> command = {NEEDLE_NEEDLECTL, "--socket", socket};
@@ -41,7 +41,7 @@ class Needlectl : public ::testing::Test {
     ::close(fd);
     int status = 0;
     ::waitpid(pid, &status, 0);
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + status, text_of(out), text_of(error)};
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + status, output.empty() ? text_of(out) : "", text_of(error)};
   }
 
   // Ends well, prints one JSON document and nothing beside it.
@@ -210,6 +210,18 @@ TEST_F(Needlectl, wrong_usage_and_absent_daemons_have_statuses_of_their_own) {
   expect_refused(daemon_, {"sequences", "--pool", "other"}, 1, "'other'");
   expect_refused(daemon_, {"resize", "--pool", "other", "--bytes", "64M"}, 1, "other");
   expect_refused(daemon_, {"topk", "--sequence", "1", "--q", "/nowhere", "--weights", "/nowhere"}, 2, "/nowhere");
+  for (const char* id : {"-1", "010", "1.5", "99999999999999999999", "0x", "7 "}) {  // none of them may become another sequence's
+    EXPECT_EQ(run(daemon_, {"evict", "--sequence", id}).exit, 2) << id;
+  }
+  expect_refused(daemon_, {"evict", "--sequence", "0xff"}, 1, "255");
+  expect_refused(daemon_, {"topk", "--sequence", "1", "--q", "/", "--weights", "/"}, 2, "folder");
+  EXPECT_EQ(run(daemon_, {"ship", "--from", "a\xff", "--sequence", "1"}).exit, 2);
+  EXPECT_EQ(run(daemon_, {"resize", "--status", "--bytes", "64M"}).exit, 2) << "one of the two would be dropped without a word";
+  EXPECT_EQ(run_at("", {"status"}).exit, 2);
+  EXPECT_EQ(run_at("/" + std::string(200, 'a'), {"status"}).exit, 2);
+  const Ended full = run_at(daemon_.grpc_socket(), {"pools"}, "/dev/full");
+  EXPECT_EQ(full.exit, 1);
+  EXPECT_NE(full.error.find("No space left"), std::string::npos) << full.error;
   const Ended absent = run_at((folder_.path() / "nobody.sock").string(), {"status"});
   EXPECT_EQ(absent.exit, 3);
   EXPECT_NE(absent.error.find("nobody.sock"), std::string::npos) << absent.error;
