@@ -32,11 +32,13 @@ struct Family {
 };
 // One entry a family: the rows whose id begins with one of its prefixes are its own.
 const std::vector<Family> kFamilies = {
-    {"logits.", bench_logits}, {"prefill.bf16.", bench_prefill_logits},   {"topk.", bench_topk}, {"store.", bench_store},
+    {"logits.", bench_logits},
+    {"prefill.bf16.", bench_prefill_logits},
+    {"topk.", bench_topk},
+    {"store.", bench_store},
     {"pages.", bench_pages},
-#ifdef NEEDLE_BENCH_SELECT
-    {"select.", bench_select}, {"prefill.select.", bench_select_prefill},
-#endif
+    {"select.", bench_select},
+    {"prefill.select.", bench_select_prefill},
 };
 
 __global__ void empty_kernel() {}
