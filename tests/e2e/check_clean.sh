@@ -22,6 +22,7 @@ cleanup() {
 }
 trap cleanup EXIT
 
+chmod 755 "$root"  # mktemp closes it to every user but root, and tests have other users
 debootstrap --variant=minbase bookworm "$root" "$mirror" >/dev/null
 cp /etc/resolv.conf "$root/etc/resolv.conf" 2>/dev/null || true
 # The mirror's own way of being reached (proxy, credentials) belongs to the machine, not to the project.
