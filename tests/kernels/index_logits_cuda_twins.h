@@ -13,33 +13,30 @@
 
 namespace needle::testing {
 
+// Device copies of what index_logits reads; scores and report stay the caller's business.
+inline IndexLogitsArgs logits_inputs(DeviceCopies& copies, const IndexLogitsArgs& host) {
+  IndexLogitsArgs args = host;
+  const int64_t vectors = int64_t{host.query_count} * host.heads;
+  args.keys.base = static_cast<const std::byte*>(copies.in_bytes(host.keys.base, host.keys.page_stride * host.keys.page_count));
+  args.pages.pages = copies.in(host.pages.pages, host.pages.rows * host.pages.row_stride);
+  args.pages.entry_base = copies.in(host.pages.entry_base, host.pages.rows);
+  args.q = copies.in_bytes(host.q, vectors * query_vector_bytes(host.q_element));
+  args.q_scale = copies.in(host.q_scale, vectors * (kIndexHeadDim / 32));
+  args.head_weights = copies.in(host.head_weights, vectors);
+  args.query_row = copies.in(host.query_row, host.query_count);
+  args.visible = copies.in(host.visible, host.query_count);
+  return args;
+}
+
 inline absl::Status logits_on_device(const IndexLogitsArgs& host, const LogitsTuning& tuning) {
   absl::Status possible = check_index_logits(host);
   if (!possible.ok()) return index_logits_cuda_tuned(host, tuning, nullptr);  // refused before any pointer is looked at
-  const int64_t vectors = int64_t{host.query_count} * host.heads;
-  const DeviceArray<std::byte> pool(host.keys.base, host.keys.page_stride * host.keys.page_count);
-  const DeviceArray<int32_t> pages(host.pages.pages, host.pages.rows * host.pages.row_stride);
-  const DeviceArray<std::byte> q(static_cast<const std::byte*>(host.q), vectors * query_vector_bytes(host.q_element));
-  const DeviceArray<uint8_t> q_scale(host.q_scale, vectors * (kIndexHeadDim / 32));
-  const DeviceArray<float> weights(host.head_weights, vectors);
-  const DeviceArray<int32_t> query_row(host.query_row, host.query_count);
-  const DeviceArray<int32_t> visible(host.visible, host.query_count);
-  const DeviceArray<float> scores(host.scores, host.query_count * host.score_stride);
-  const DeviceArray<OpReport> report(host.report, 1);
-  IndexLogitsArgs args = host;
-  args.keys.base = pool.get();
-  args.pages.pages = pages.get();
-  args.q = q.get();
-  args.q_scale = q_scale.get();
-  args.head_weights = weights.get();
-  args.query_row = query_row.get();
-  args.visible = visible.get();
-  args.scores = scores.get();
-  args.report = report.get();
+  DeviceCopies copies;
+  IndexLogitsArgs args = logits_inputs(copies, host);
+  args.scores = copies.in_out(host.scores, host.query_count * host.score_stride);
+  args.report = copies.in_out(host.report, 1);
   absl::Status done = finish_on_device(index_logits_cuda_tuned(args, tuning, nullptr));
-  if (!done.ok()) return done;
-  scores.read_back(host.scores);
-  report.read_back(host.report);
+  if (done.ok()) copies.read_back();
   return done;
 }
 

@@ -8,29 +8,11 @@
 
 #include "kernels/read_topk.h"
 #include "tests/kernels/device_array.h"
+#include "tests/kernels/index_logits_cuda_twins.h"
 #include "tests/kernels/read_topk_battery.h"
 
 namespace needle::testing {
 namespace {
-
-int64_t query_vector_bytes_of(QueryElement element) {
-  return element == QueryElement::kBf16 ? 256 : element == QueryElement::kFp8 ? 128 : 64;
-}
-
-// Device copies of what index_logits reads; scores and report stay the caller's business.
-IndexLogitsArgs logits_on_device(DeviceCopies& copies, const IndexLogitsArgs& host) {
-  IndexLogitsArgs args = host;
-  const int64_t vectors = int64_t{host.query_count} * host.heads;
-  args.keys.base = static_cast<const std::byte*>(copies.in_bytes(host.keys.base, host.keys.page_stride * host.keys.page_count));
-  args.pages.pages = copies.in(host.pages.pages, host.pages.rows * host.pages.row_stride);
-  args.pages.entry_base = copies.in(host.pages.entry_base, host.pages.rows);
-  args.q = copies.in_bytes(host.q, vectors * query_vector_bytes_of(host.q_element));
-  args.q_scale = copies.in(host.q_scale, vectors * (kIndexHeadDim / 32));
-  args.head_weights = copies.in(host.head_weights, vectors);
-  args.query_row = copies.in(host.query_row, host.query_count);
-  args.visible = copies.in(host.visible, host.query_count);
-  return args;
-}
 
 PrepareIndexQArgs prepare_on_device(DeviceCopies& copies, const PrepareIndexQArgs& host) {
   PrepareIndexQArgs args = host;
@@ -72,7 +54,7 @@ enum class Launched { kDirectly, kAsGraphTwice };
 absl::Status read_on_device(const ReadTopkArgs& host, const ReadTopkPlan& plan, int64_t scratch_bytes, Launched launched) {
   DeviceCopies copies;
   ReadTopkArgs args = host;
-  args.logits = logits_on_device(copies, host.logits);
+  args.logits = logits_inputs(copies, host.logits);
   PrepareIndexQArgs prepare;
   if (host.prepare != nullptr) {
     prepare = prepare_on_device(copies, *host.prepare);
@@ -127,7 +109,7 @@ ReadTopkTwin cuda_twin(Launched launched) {
     DeviceCopies copies;
     PrepareIndexQArgs args = prepare_on_device(copies, host);
     const int64_t vectors = host.tokens * host.heads;
-    args.out_q = copies.in_out_bytes(host.out_q, vectors * query_vector_bytes_of(host.element));
+    args.out_q = copies.in_out_bytes(host.out_q, vectors * query_vector_bytes(host.element));
     args.out_q_scale = copies.in_out(host.out_q_scale, vectors * (kIndexHeadDim / 32));
     args.out_weights = copies.in_out(host.out_weights, vectors);
     args.report = copies.in_out(host.report, 1);
@@ -137,7 +119,7 @@ ReadTopkTwin cuda_twin(Launched launched) {
   };
   twin.logits = [](const IndexLogitsArgs& host) {
     DeviceCopies copies;
-    IndexLogitsArgs args = logits_on_device(copies, host);
+    IndexLogitsArgs args = logits_inputs(copies, host);
     args.scores = copies.in_out(host.scores, host.query_count * host.score_stride);
     args.report = copies.in_out(host.report, 1);
     absl::Status done = finish_on_device(index_logits_cuda(args, nullptr, 0, nullptr));
