@@ -557,9 +557,10 @@ ucs_status_t Reader::take_page(Peer& peer, const PageHeader& header, void* data,
   }
   Landing* landing = start_landing(peer, fetch, *page);
   ucp_request_param_t receive{};
-  receive.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+  receive.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH;
   receive.cb.recv_am = &Reader::on_received;
   receive.user_data = landing;
+  receive.memh = page->target.memory;
   const ucs_status_ptr_t request = ucp_am_recv_data_nbx(thread_.worker().handle(), data, page->target.bytes, bytes, &receive);
   if (!UCS_PTR_IS_PTR(request)) landed(landing, UCS_PTR_IS_ERR(request) ? UCS_PTR_STATUS(request) : UCS_OK);
   return UCS_INPROGRESS;

@@ -174,10 +174,11 @@ bool Source::send_next(Link& link) {
   send->header.offset = static_cast<uint64_t>(item.sent_bytes);
   send->header.position = item.position;
   ucp_request_param_t param{};
-  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_MEMH;
   param.flags = link.call == Call::kAmEager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
   param.cb.send = &Source::on_sent;
   param.user_data = send;
+  param.memh = place->memory;
   chunks_.start_send(item.pool, place->chunk);
   ++link.sends;
   counters_.sends_now.fetch_add(1);
