@@ -239,12 +239,11 @@ void Reader::fetch(FetchRequest request) {
 void Reader::cancel(FetchId id) {
   const auto found = fetches_.find(id);
   if (found == fetches_.end() || !found->second.status.ok()) return;
-  const auto peer = peers_.find(found->second.peer);
-  if (peer != peers_.end() && peer->second.link != nullptr && !peer->second.link->is_closing && peer->second.link->endpoint != nullptr) {
-    const CancelHeader header{peer->second.link->name, id.ticket.value(), id.attempt, id.part};
-    send_control(peer->second.link->endpoint, kCancel, bytes_of(header), "");
-  }
+  Peer& peer = peers_.at(found->second.peer);
   end(found->second, make_error(ErrorCode::kCancelled, "the request was cancelled"));
+  if (peer.link == nullptr || !peer.link->failure.ok()) return;
+  const CancelHeader header{peer.link->name, id.ticket.value(), id.attempt, id.part};
+  send_control(peer.link->endpoint, kCancel, bytes_of(header), "");
 }
 
 // The request takes nothing more in; it is answered once nothing of it is landing.
@@ -318,7 +317,6 @@ void Reader::tend(Peer& peer, int64_t now_ns) {
 void Reader::pump(Peer& peer) {
   while (!peer.waiting.empty() && peer.link != nullptr && peer.link->failure.ok()) {
     Fetch& fetch = fetches_.at(peer.waiting.front());
-    const size_t before = fetch.next;
     if (peer.link->call == Call::kGet) {
       Page& page = fetch.pages[fetch.next];
       if (peer.link->bytes_in_flight > 0 && peer.link->bytes_in_flight + page.target.page_bytes > settings_.bytes_in_flight_max) {
@@ -329,13 +327,13 @@ void Reader::pump(Peer& peer) {
       get(peer, fetch, page);  // may answer the request: it is not touched after this
       continue;
     }
-    ask(peer, fetch);
-    if (fetch.next == before) return;
-    if (fetch.next == fetch.pages.size()) peer.waiting.pop_front();
+    if (!ask(peer, fetch)) return;  // may answer the request: it is not touched after this
   }
 }
 
-void Reader::ask(Peer& peer, Fetch& fetch) {
+// False: the bound allows no page more. UCX may tell the endpoint's error from inside the send, which ends the request: the
+// send comes last.
+bool Reader::ask(Peer& peer, Fetch& fetch) {
   Link& link = *peer.link;
   std::string wanted;
   int64_t count = 0;
@@ -348,10 +346,12 @@ void Reader::ask(Peer& peer, Fetch& fetch) {
     ++fetch.next;
     ++count;
   }
-  if (count == 0) return;
+  if (count == 0) return false;
+  if (fetch.next == fetch.pages.size()) peer.waiting.pop_front();
   const FetchHeader header{link.name, fetch.id.ticket.value(), fetch.id.attempt, fetch.id.part};
   // A refused message comes with the endpoint's error, which ends the link and this request.
   send_control(link.endpoint, kFetch, bytes_of(header), std::move(wanted));
+  return true;
 }
 
 ucp_rkey_h Reader::key_of(Peer& peer, PoolId pool, ChunkIndex chunk) {

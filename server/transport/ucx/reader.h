@@ -152,7 +152,7 @@ class Reader {
   bool finish_close(Peer& peer);
   void tend(Peer& peer, int64_t now_ns);
   void pump(Peer& peer);
-  void ask(Peer& peer, Fetch& fetch);
+  bool ask(Peer& peer, Fetch& fetch);
   void get(Peer& peer, Fetch& fetch, Page& page);
   ucp_rkey_h key_of(Peer& peer, PoolId pool, ChunkIndex chunk);
   ucs_status_t take_page(Peer& peer, const PageHeader& header, void* data, size_t bytes, const ucp_am_recv_param_t* param);

@@ -154,17 +154,22 @@ void Source::pump(Link& link) {
 }
 
 bool Source::send_next(Link& link) {
-  Item& item = link.queue.front();
+  // A copy, taken off the queue before the send: UCX may tell the endpoint's error from inside it, which empties the queue.
+  const Item item = link.queue.front();
   const std::optional<PagePlace> place = chunks_.find(item.pool, item.page);
-  if (!place.has_value()) {
-    refuse(link, item, RefusalCause::kChunkReleased);
+  const bool whole = link.call != Call::kAmEager || settings_.message_bytes_max == 0;
+  const int64_t left = place.has_value() ? place->page_bytes - item.sent_bytes : 0;
+  const int64_t bytes = whole ? left : std::min(left, settings_.message_bytes_max);
+  if (bytes == left) {
     link.queue.pop_front();
     count_queued(-1);
+  } else {
+    link.queue.front().sent_bytes += bytes;
+  }
+  if (!place.has_value()) {
+    refuse(link, item, RefusalCause::kChunkReleased);
     return true;
   }
-  const bool whole = link.call != Call::kAmEager || settings_.message_bytes_max == 0;
-  const int64_t left = place->page_bytes - item.sent_bytes;
-  const int64_t bytes = whole ? left : std::min(left, settings_.message_bytes_max);
 
   Send* send = new Send{this, link.endpoint, item.pool, place->chunk, bytes == left, {}};
   send->header.link = link.name;
@@ -185,11 +190,6 @@ bool Source::send_next(Link& link) {
   // The header lies in `send`, which lives until the send is done: 1.13 cannot copy headers.
   const ucs_status_ptr_t request = ucp_am_send_nbx(link.endpoint, kPage, &send->header, sizeof send->header, place->bytes + item.sent_bytes,
                                                    static_cast<size_t>(bytes), &param);
-  item.sent_bytes += bytes;
-  if (bytes == left) {
-    link.queue.pop_front();
-    count_queued(-1);
-  }
   if (UCS_PTR_IS_PTR(request)) return true;
   sent(send, UCS_PTR_IS_ERR(request) ? UCS_PTR_STATUS(request) : UCS_OK);
   return !UCS_PTR_IS_ERR(request);
@@ -262,7 +262,7 @@ ucs_status_t Source::on_fetch(void* argument, const void* header, size_t header_
   }
   FetchHeader fetch;
   std::memcpy(&fetch, header, sizeof fetch);
-  for (size_t at = 0; at < bytes; at += sizeof(WantedPage)) {
+  for (size_t at = 0; at < bytes && link->failure == nullptr; at += sizeof(WantedPage)) {  // a refusal may find the reader gone
     WantedPage wanted;
     std::memcpy(&wanted, static_cast<const char*>(data) + at, sizeof wanted);
     const Item item{fetch.ticket, fetch.attempt, fetch.part, wanted.position, PoolId(wanted.pool), PageIndex(wanted.index)};
