@@ -476,10 +476,12 @@ class Node::Impl final : public Outbox {
       add("links_opened", counters.links_opened);
       add("links_failed", counters.links_failed);
       add("links_silent", counters.links_silent);
+      add("links_held", counters.links_held);
       add("pages_sent", counters.pages_sent);
       add("pages_refused", counters.pages_refused);
       add("source_links_silent", counters.source_links_silent);
       add("source_links_failed", counters.source_links_failed);
+      add("source_links_held", counters.source_links_held);
     }
 #endif
     return gauges;

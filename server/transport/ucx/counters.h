@@ -18,6 +18,8 @@ struct Counters {
   std::atomic<int64_t> links_failed{0};         // UCX reported an error
   std::atomic<int64_t> links_silent{0};         // closed because the peer said nothing
   std::atomic<int64_t> bytes_in_flight_now{0};  // asked for and not yet arrived
+  std::atomic<int64_t> links_held{0};           // closed without getting back what UCX was working on
+  std::atomic<int64_t> pages_held_now{0};       // of those links, not given back yet
   // source
   std::atomic<int64_t> pages_sent{0};
   std::atomic<int64_t> pages_refused{0};
@@ -25,6 +27,8 @@ struct Counters {
   std::atomic<int64_t> source_links_silent{0};
   std::atomic<int64_t> source_links_failed{0};
   std::atomic<int64_t> sends_now{0};  // given to UCX and not completed
+  std::atomic<int64_t> source_links_held{0};  // closed, with sends that UCX did not end
+  std::atomic<int64_t> sends_held_now{0};     // of those links, not ended yet: their chunks can't be released
   std::atomic<int64_t> pages_queued_now{0};
 };
 

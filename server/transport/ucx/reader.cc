@@ -127,6 +127,11 @@ Reader::Peer* Reader::peer_of_link(const LinkName& name) {
 }
 
 void Reader::open_link(Peer& peer, int64_t now_ns) {
+  const auto held = std::count_if(held_.begin(), held_.end(), [&](const auto& entry) { return entry.second.peer == peer.node; });
+  if (held >= kHeldLinksMax) {
+    return fail_link(peer, make_error(ErrorCode::kPeerLost, "UCX has not given back pages of " + std::to_string(held) +
+                                                                " earlier links to this peer, the most allowed: restart this daemon"));
+  }
   auto link = std::make_unique<Link>();
   link->name = {settings_.instance, ++links_made_};
   link->heard_ns = now_ns;
@@ -164,9 +169,10 @@ void Reader::fail_link(Peer& peer, absl::Status cause, Ending ending) {
   for (FetchId id : ended) end(fetches_.at(id), cause);
 }
 
-void Reader::close_link(Peer& peer) {
+void Reader::close_link(Peer& peer, int64_t now_ns) {
   Link& link = *peer.link;
   link.is_closing = true;
+  link.closing_since_ns = now_ns;
   for (const auto& [chunk, key] : link.keys) ucp_rkey_destroy(key);
   link.keys.clear();
   if (link.endpoint == nullptr) return;
@@ -176,19 +182,41 @@ void Reader::close_link(Peer& peer) {
   link.closing = ucp_ep_close_nbx(link.endpoint, &param);
 }
 
-// True when the endpoint is gone and UCX has let go of every page that was landing over it. In 1.13 the close itself
-// completes earlier: it ends those requests afterwards, on a later progress.
-bool Reader::finish_close(Peer& peer) {
+// True when the endpoint is gone and UCX has let go of every page that was landing over it, or does not in time. In 1.13 the
+// close itself completes earlier: it ends those requests afterwards, on a later progress.
+bool Reader::finish_close(Peer& peer, int64_t now_ns) {
   Link& link = *peer.link;
+  const bool overdue = now_ns - link.closing_since_ns > settings_.silence_ns;
   if (UCS_PTR_IS_PTR(link.closing)) {
-    if (ucp_request_check_status(link.closing) == UCS_INPROGRESS) return false;
-    ucp_request_free(link.closing);
+    if (ucp_request_check_status(link.closing) == UCS_INPROGRESS && !overdue) return false;
+    ucp_request_free(link.closing);  // one in progress is freed when it ends
     link.closing = nullptr;
   }
-  if (link.landing > 0) return false;
+  if (link.landing > 0 && !overdue) return false;
+  if (link.landing > 0) {
+    held_[link.name.number] = {peer.node, link.landing};
+    counters_.links_held.fetch_add(1);
+    counters_.pages_held_now.fetch_add(link.landing);
+    log_.write(LogLevel::kError, "ucx_pages_held",
+               {{"peer", std::to_string(peer.node.value())},
+                {"link", std::to_string(link.name.number)},
+                {"pages", std::to_string(link.landing)},
+                {"ucx", library_version()}});
+  }
   add_in_flight(peer, -link.bytes_in_flight);
   peer.link.reset();
   return true;
+}
+
+// A page of a link that was given up came back after all.
+void Reader::give_back(uint64_t link) {
+  const auto held = held_.find(link);
+  NEEDLE_CHECK(held != held_.end(), "a page lands over a link that lives or is held");
+  counters_.pages_held_now.fetch_sub(1);
+  if (--held->second.pages > 0) return;
+  log_.write(LogLevel::kInfo, "ucx_pages_given_back",
+             {{"peer", std::to_string(held->second.peer.value())}, {"link", std::to_string(link)}});
+  held_.erase(held);
 }
 
 void Reader::close_peer(NodeId node, const absl::Status& cause) {
@@ -305,8 +333,8 @@ void Reader::tend(Peer& peer, int64_t now_ns) {
     }
   }
   if (peer.link != nullptr && !peer.link->failure.ok()) {
-    if (!peer.link->is_closing) close_link(peer);
-    if (!finish_close(peer)) return;
+    if (!peer.link->is_closing) close_link(peer, now_ns);
+    if (!finish_close(peer, now_ns)) return;
   }
   if (peer.waiting.empty()) return;
   if (peer.link == nullptr) open_link(peer, now_ns);
@@ -398,7 +426,7 @@ Reader::Landing* Reader::start_landing(Peer& peer, Fetch& fetch, Page& page) {
   page.stage = Stage::kLanding;
   ++fetch.landing;
   ++peer.link->landing;
-  return new Landing{this, fetch.id, page.wanted.position};
+  return new Landing{this, fetch.id, page.wanted.position, peer.link->name.number};
 }
 
 void Reader::on_got(void* request, ucs_status_t status, void* argument) {
@@ -416,13 +444,20 @@ void Reader::on_received(void* request, ucs_status_t status, size_t, void* argum
 void Reader::landed(Landing* landing, ucs_status_t status) {
   const FetchId id = landing->id;
   const uint32_t position = landing->position;
+  const uint64_t link = landing->link;
   delete landing;
-  Fetch& fetch = fetches_.at(id);  // a request is not answered while a page of it lands
+  const auto found = fetches_.find(id);  // a request is not answered while a page of it lands, unless abandoned
+  if (found == fetches_.end()) return give_back(link);
+  Fetch& fetch = found->second;
   Page& page = fetch.pages[position];
   NEEDLE_CHECK(page.stage == Stage::kLanding, "a page lands once");
   Peer& peer = peers_.at(fetch.peer);
-  add_in_flight(peer, -page.target.page_bytes);  // the link stays until its last page has landed
-  --peer.link->landing;
+  if (peer.link != nullptr && peer.link->name.number == link) {
+    add_in_flight(peer, -page.target.page_bytes);
+    --peer.link->landing;
+  } else {
+    give_back(link);
+  }
   --fetch.landing;
   if (status == UCS_OK) return arrived(fetch, page);
   page.stage = Stage::kGone;
@@ -570,6 +605,14 @@ void Reader::stop() {
   stopping_ = true;
   const absl::Status cause = make_error(ErrorCode::kStopping, "the transport is stopping");
   for (auto& [node, peer] : peers_) fail_link(peer, cause, Ending::kAnnounced);
+}
+
+// Nothing progresses this worker any more, and its end is next: that is all the certainty there is about those pages.
+void Reader::abandon() {
+  for (const auto& [id, fetch] : fetches_) {
+    answer_({id, make_error(ErrorCode::kStopping, "the transport stopped while UCX held " + std::to_string(fetch.landing) + " pages"), {}});
+  }
+  fetches_.clear();
 }
 
 }  // namespace needle::server::ucx

@@ -10,8 +10,10 @@
 //
 // What must stay true:
 //  1. A request is answered exactly once, when none of its pages is landing; only pages that are asked for are landed.
-//  2. Landing pages end by their own completion, which a forced close of the link hastens. No timer ends them, and the
-//     link lives until the last of them ended.
+//  2. Landing pages end by their own completion, which a forced close of the link hastens. No timer ends them. A page that
+//     UCX does not give back within silence_ns of the close (it takes a few rounds; a defect, or a stopped process in shared
+//     memory, makes it never) is *held*: counted, logged, its request unanswered; but neither the peer's next link nor
+//     stop() waits for it. A peer with kHeldLinksMax such links gets no other.
 //  3. Bytes asked for and not arrived stay below bytes_in_flight_max a link, or are one page.
 //  4. Silence is measured while this thread runs: after a pause of our own (SIGSTOP, a debugger) the peer gets its time anew.
 #pragma once
@@ -50,6 +52,8 @@ struct HalfSettings {
   std::function<Call(const std::vector<std::string>& lanes)> call_of;  // for an endpoint with these lanes
 };
 
+inline constexpr int64_t kHeldLinksMax = 8;  // a peer: bounds the pages that it can take out of use
+
 class Reader {
  public:
   using Answer = std::function<void(FetchCompletion)>;
@@ -69,6 +73,7 @@ class Reader {
   void close_peer(NodeId peer, const absl::Status& cause);
   int64_t turn(int64_t now_ns);  // see WorkerThread::Turn
   void stop();                   // every request is answered; turn() ends when every link is closed
+  void abandon();                // after the thread's end: answers the requests whose pages UCX still holds
 
  private:
   enum class Stage : uint8_t { kWaiting, kAsked, kLanding, kArrived, kGone };
@@ -110,6 +115,13 @@ class Reader {
     absl::Status failure;  // set: the link is to be closed
     ucs_status_ptr_t closing = nullptr;
     bool is_closing = false;
+    int64_t closing_since_ns = 0;
+  };
+
+  // What UCX did not give back of a link that is gone.
+  struct Held {
+    NodeId peer;
+    int64_t pages = 0;
   };
 
   struct Peer {
@@ -127,6 +139,7 @@ class Reader {
     Reader* reader;
     FetchId id;
     uint32_t position;
+    uint64_t link;  // its number
   };
 
   static void on_endpoint_error(void* self, ucp_ep_h endpoint, ucs_status_t status);
@@ -148,8 +161,9 @@ class Reader {
   void open_link(Peer& peer, int64_t now_ns);
   enum class Ending { kFault, kAnnounced };  // announced: by the peer's goodbye, or because this transport stops
   void fail_link(Peer& peer, absl::Status cause, Ending ending = Ending::kFault);
-  void close_link(Peer& peer);
-  bool finish_close(Peer& peer);
+  void close_link(Peer& peer, int64_t now_ns);
+  bool finish_close(Peer& peer, int64_t now_ns);
+  void give_back(uint64_t link);
   void tend(Peer& peer, int64_t now_ns);
   void pump(Peer& peer);
   bool ask(Peer& peer, Fetch& fetch);
@@ -173,6 +187,7 @@ class Reader {
   const Answer answer_;
   std::map<NodeId, Peer> peers_;
   std::map<FetchId, Fetch> fetches_;
+  std::map<uint64_t, Held> held_;  // by the link's number
   uint64_t links_made_ = 0;
   int64_t turned_ns_ = 0;
   bool stopping_ = false;

@@ -46,7 +46,7 @@ void Source::accept_waiting() {
       log_.write(LogLevel::kWarning, "ucx_reader_not_accepted", {{"cause", std::string(endpoint.status().message())}});
       continue;
     }
-    Link& link = links_[*endpoint];
+    Link& link = links_[++links_made_];
     link.endpoint = *endpoint;
     link.heard_ns = thread_.now_ns();
     counters_.source_links_now.fetch_add(1);
@@ -54,12 +54,15 @@ void Source::accept_waiting() {
 }
 
 void Source::welcome(Link& link, const HelloHeader& hello) {
-  for (auto& [endpoint, other] : links_) {
+  int64_t held = 0;
+  for (auto& [number, other] : links_) {
+    held += other.is_held && other.reader.value() == hello.reader_node;
     if (&other == &link || other.failure != nullptr || other.reader.value() != hello.reader_node) continue;
     const bool late = other.name.reader_instance == hello.link.reader_instance && other.name.number >= hello.link.number;
     if (late) return fail(link, "the reader has opened a later one");  // of before this process was stopped, say
     fail(other, "the reader opened another");
   }
+  if (held >= kHeldLinksMax) return fail(link, "UCX has not ended sends of earlier links of this reader");
   link.name = hello.link;
   link.reader = NodeId(hello.reader_node);
   link.call = settings_.call_of(lanes_of(link.endpoint));
@@ -76,18 +79,28 @@ void Source::fail(Link& link, const char* cause) {
              {{"reader", std::to_string(link.reader.value())}, {"cause", cause}, {"sends", std::to_string(link.sends)}});
 }
 
-bool Source::close(Link& link) {
+bool Source::close(Link& link, int64_t now_ns) {
   if (!link.is_closing) {
     link.is_closing = true;
+    link.closing_since_ns = now_ns;
     ucp_request_param_t param{};
     param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
     param.flags = UCP_EP_CLOSE_FLAG_FORCE;
     link.closing = ucp_ep_close_nbx(link.endpoint, &param);
   }
+  const bool overdue = now_ns - link.closing_since_ns > settings_.silence_ns;
   if (UCS_PTR_IS_PTR(link.closing)) {
-    if (ucp_request_check_status(link.closing) == UCS_INPROGRESS) return false;
-    ucp_request_free(link.closing);
+    if (ucp_request_check_status(link.closing) == UCS_INPROGRESS && !overdue) return false;
+    ucp_request_free(link.closing);  // one in progress is freed when it ends
     link.closing = nullptr;
+  }
+  if (link.sends > 0 && overdue && !link.is_held) {
+    link.is_held = true;
+    counters_.source_links_now.fetch_sub(1);
+    counters_.source_links_held.fetch_add(1);
+    counters_.sends_held_now.fetch_add(link.sends);
+    log_.write(LogLevel::kError, "ucx_sends_held",
+               {{"reader", std::to_string(link.reader.value())}, {"sends", std::to_string(link.sends)}, {"ucx", library_version()}});
   }
   return link.sends == 0;
 }
@@ -105,16 +118,17 @@ int64_t Source::turn(int64_t now_ns) {
       fail(link, "the reader is silent");
     }
     if (link.failure == nullptr) {
-      if (!stopping_) pump(link);
+      if (!stopping_) pump(entry->first, link);
       ++entry;
-    } else if (close(link)) {
-      counters_.source_links_now.fetch_sub(1);
+    } else if (close(link, now_ns)) {
+      if (!link.is_held) counters_.source_links_now.fetch_sub(1);
       entry = links_.erase(entry);
     } else {
       ++entry;
     }
   }
-  if (stopping_ && links_.empty()) {
+  const bool over = std::all_of(links_.begin(), links_.end(), [](const auto& entry) { return entry.second.is_held; });
+  if (stopping_ && over) {
     listener_.reset();  // on this thread, before the worker ends
     return WorkerThread::kEnd;
   }
@@ -126,7 +140,7 @@ int64_t Source::turn(int64_t now_ns) {
 void Source::stop() {
   stopping_ = true;
   stopping_since_ns_ = thread_.now_ns();
-  for (auto& [endpoint, link] : links_) {
+  for (auto& [number, link] : links_) {
     const bool told =
         !link.reader.is_none() && link.failure == nullptr && send_control(link.endpoint, kGoodbye, bytes_of(LifeHeader{link.name}), "");
     if (!told) fail(link, "the transport is stopping");
@@ -147,13 +161,13 @@ void Source::refuse(Link& link, const Item& item, RefusalCause cause) {
   send_control(link.endpoint, kRefused, bytes_of(header), "");
 }
 
-void Source::pump(Link& link) {
+void Source::pump(uint64_t number, Link& link) {
   while (link.failure == nullptr && !link.queue.empty() && link.sends < settings_.sends_in_flight_max) {
-    if (!send_next(link)) return;
+    if (!send_next(number, link)) return;
   }
 }
 
-bool Source::send_next(Link& link) {
+bool Source::send_next(uint64_t number, Link& link) {
   // A copy, taken off the queue before the send: UCX may tell the endpoint's error from inside it, which empties the queue.
   const Item item = link.queue.front();
   const std::optional<PagePlace> place = chunks_.find(item.pool, item.page);
@@ -171,7 +185,7 @@ bool Source::send_next(Link& link) {
     return true;
   }
 
-  Send* send = new Send{this, link.endpoint, item.pool, place->chunk, bytes == left, {}};
+  Send* send = new Send{this, number, item.pool, place->chunk, bytes == left, {}};
   send->header.link = link.name;
   send->header.ticket = item.ticket;
   send->header.attempt = item.attempt;
@@ -206,6 +220,7 @@ void Source::sent(Send* send, ucs_status_t status) {
   NEEDLE_CHECK(found != links_.end() && found->second.sends > 0, "a link outlives its sends");
   --found->second.sends;
   counters_.sends_now.fetch_sub(1);
+  if (found->second.is_held) counters_.sends_held_now.fetch_sub(1);
   if (status == UCS_OK && send->last) counters_.pages_sent.fetch_add(1);
   if (status != UCS_OK) fail(found->second, "a send failed");
   if (chunks_.end_send(send->pool, send->chunk)) released_(send->pool, send->chunk);
@@ -216,17 +231,24 @@ void Source::sent(Send* send, ucs_status_t status) {
 
 void Source::on_endpoint_error(void* argument, ucp_ep_h endpoint, ucs_status_t) {
   Source* self = static_cast<Source*>(argument);
-  const auto found = self->links_.find(endpoint);
-  if (found == self->links_.end() || found->second.failure != nullptr) return;
-  if (self->stopping_) return self->fail(found->second, "the reader closed after our goodbye");
+  Link* link = self->link_over(endpoint);
+  if (link == nullptr || link->failure != nullptr) return;
+  if (self->stopping_) return self->fail(*link, "the reader closed after our goodbye");
   self->counters_.source_links_failed.fetch_add(1);
-  self->fail(found->second, "the endpoint to the reader failed");
+  self->fail(*link, "the endpoint to the reader failed");
+}
+
+Source::Link* Source::link_over(ucp_ep_h endpoint) {
+  for (auto& [number, link] : links_) {
+    if (link.endpoint == endpoint && !link.is_closing) return &link;
+  }
+  return nullptr;
 }
 
 Source::Link* Source::hear(const void* header, size_t header_bytes, size_t expected_bytes) {
   LinkName name;
   if (header_bytes == expected_bytes) std::memcpy(&name, header, sizeof name);
-  for (auto& [endpoint, link] : links_) {
+  for (auto& [number, link] : links_) {
     if (header_bytes != expected_bytes || link.name != name || link.reader.is_none() || link.failure != nullptr) continue;
     link.heard_ns = thread_.now_ns();
     return &link;
@@ -240,13 +262,13 @@ ucs_status_t Source::on_hello(void* argument, const void* header, size_t header_
   HelloHeader hello;
   if (header_bytes == sizeof hello) std::memcpy(&hello, header, sizeof hello);
   const bool named = (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP) != 0;
-  const auto link = named ? self->links_.find(param->reply_ep) : self->links_.end();
+  Link* link = named ? self->link_over(param->reply_ep) : nullptr;
   const bool meant = header_bytes == sizeof hello && hello.magic == kWireMagic && hello.version == kWireVersion;
-  if (!meant || link == self->links_.end() || link->second.failure != nullptr || self->stopping_) {
+  if (!meant || link == nullptr || link->failure != nullptr || self->stopping_) {
     self->counters_.messages_dropped.fetch_add(1);
     return UCS_OK;
   }
-  self->welcome(link->second, hello);
+  self->welcome(*link, hello);
   return UCS_OK;
 }
 

@@ -8,6 +8,8 @@
 //  1. Nothing is read from a chunk whose release was asked for, except by sends that UCX already had; the release is
 //     answered when those ended.
 //  2. A reader that is silent or gone costs its link: queue dropped, endpoint closed, sends ended. Nobody else waits for it.
+//     A send that UCX does not end within silence_ns of the close is *held*: counted, logged, and its chunk not released; but
+//     stop() does not wait for it, and a reader with kHeldLinksMax such links gets no other.
 //  3. Links, queued pages and sends in flight are bounded; what is beyond is refused, not kept.
 //  4. A new link of a reader's node ends its earlier ones. A connection that never says kHello ends by silence.
 #pragma once
@@ -68,12 +70,14 @@ class Source {
     int64_t heard_ns = 0;
     const char* failure = nullptr;  // set: to be closed
     ucs_status_ptr_t closing = nullptr;
-    bool is_closing = false;
+    bool is_closing = false;  // the endpoint's handle is another's from now on: UCX uses it anew
+    int64_t closing_since_ns = 0;
+    bool is_held = false;
   };
 
   struct Send {
     Source* source;
-    ucp_ep_h link;
+    uint64_t link;
     PoolId pool;
     ChunkIndex chunk;
     bool last;  // of its page
@@ -96,9 +100,10 @@ class Source {
   void accept_waiting();
   void welcome(Link& link, const HelloHeader& hello);
   void fail(Link& link, const char* cause);
-  bool close(Link& link);  // true when the endpoint is gone and no send is left
-  void pump(Link& link);
-  bool send_next(Link& link);
+  bool close(Link& link, int64_t now_ns);  // true when the endpoint is gone and no send is left
+  Link* link_over(ucp_ep_h endpoint);
+  void pump(uint64_t number, Link& link);
+  bool send_next(uint64_t number, Link& link);
   void refuse(Link& link, const Item& item, RefusalCause cause);
   void sent(Send* send, ucs_status_t status);
   void count_queued(int64_t pages) { counters_.pages_queued_now.fetch_add(pages); }
@@ -110,7 +115,8 @@ class Source {
   const HalfSettings settings_;
   const Released released_;
   std::vector<ucp_conn_request_h> requests_;  // to be accepted on the next turn, outside UCX's callback
-  std::map<ucp_ep_h, Link> links_;
+  std::map<uint64_t, Link> links_;
+  uint64_t links_made_ = 0;
   std::unique_ptr<Listener> listener_;
   int64_t turned_ns_ = 0;
   bool stopping_ = false;

@@ -218,6 +218,7 @@ void UcxTransport::stop() {
   // Readers first: their requests name chunks. Then sources, then chunks, workers and the context, by ~Parts.
   parts_->reader_thread->post([this] { parts_->reader->stop(); });
   parts_->reader_thread->join();
+  parts_->reader->abandon();
   parts_->source_thread->post([this] { parts_->source->stop(); });
   parts_->source_thread->join();
 }

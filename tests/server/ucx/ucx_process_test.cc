@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <sstream>
 
+#include "base/units.h"
 #include "tests/server/ucx/hex.h"
 #include "tests/server/ucx/ucx_node.h"
 
@@ -313,6 +314,29 @@ TEST_P(UcxProcess, a_stopped_reader_costs_its_link_and_does_not_hold_the_chunk) 
     EXPECT_EQ(reader.read_line().substr(0, 8), "fetched ");
   }
   EXPECT_EQ(reader.stop(), 0);
+}
+
+// Over every fabric: whatever UCX does with the sends to a reader that neither reads nor dies, the daemon can stop.
+TEST_P(UcxProcess, a_source_stops_while_its_reader_is_stopped) {
+  UcxNode source(settings(1));
+  source.fill(7);
+  const auto chunks = source.register_chunks();
+  PeerProcess reader(settings(2), 0);
+  reader.say("meet 1 1 " + to_hex(source.transport().address()));
+  for (const ChunkDescriptor& chunk : chunks) {
+    reader.say("learn 1 1 " + std::to_string(chunk.pool.value()) + " " + std::to_string(chunk.chunk.value()) + " " +
+               to_hex(chunk.descriptor));
+  }
+  for (int part = 0; part < kPages / 4; ++part) {
+    reader.say("fetch 1 1 5 1 " + std::to_string(part) + " " + std::to_string(part * 4) + " 4 " + std::to_string(part * 4));
+  }
+  EXPECT_EQ(reader.read_line().substr(0, 8), "fetched ");
+  reader.signal(SIGSTOP);
+  SteadyClock clock;
+  const int64_t before_ns = clock.now_ns();
+  source.transport().stop();
+  EXPECT_LT(clock.now_ns() - before_ns, int64_t{5} * kNanosPerSecond);
+  EXPECT_EQ(source.counters().sends_held_now, source.counters().sends_now);
 }
 
 }  // namespace
