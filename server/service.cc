@@ -482,6 +482,7 @@ class Service::Impl {
       if (!session.ok()) return impl_.refuse(flight, session.status());
       absl::StatusOr<NodeId> source = impl_.doors_.peers.find(request->peer());
       if (!source.ok()) return impl_.refuse(flight, source.status());
+      if (absl::Status there = impl_.doors_.peers.check_reachable(*source); !there.ok()) return impl_.refuse(flight, there);
       const absl::Status format = impl_.doors_.peers.check_format(*source, impl_.doors_.registry.entry(*session).pool_set);
       if (!format.ok()) return impl_.refuse(flight, format);
       return impl_.post(flight,

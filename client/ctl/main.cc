@@ -9,6 +9,7 @@
 #include <grpcpp/grpcpp.h>
 #include <sys/random.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -380,16 +381,21 @@ int ship(Daemon& daemon, bool as_json, const std::string& pool, const std::strin
     return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin).count();
   };
   v1::LeasedTable table;
-  // Asks for progress between short waits, so that an operator sees it move and Ctrl-C ends it.
+  // Asks for progress between short waits, so that an operator sees it move and Ctrl-C ends it. One line, written over and
+  // over: only where somebody watches it.
+  const bool is_watched = !as_json && ::isatty(STDERR_FILENO) == 1;
+  bool is_shown = false;
   while (true) {
     progress = daemon.call(&v1::Needle::Stub::ShipProgress, ticket);
     if (progress.state() == "sealed" || progress.state() == "failed" || elapsed_ms() > deadline_ms) break;
-    if (!as_json)
+    if (is_watched) {
       std::fprintf(stderr, "\r%s: %lld of %lld pages", progress.state().c_str(), static_cast<long long>(progress.pages_arrived()),
                    static_cast<long long>(progress.pages_known()));
+      is_shown = true;
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
   }
-  if (!as_json) std::fprintf(stderr, "\n");
+  if (is_shown) std::fprintf(stderr, "\n");
   table = daemon.call(&v1::Needle::Stub::ShipWait, ticket, deadline_ms + kCallMs);  // says why, where it failed
   v1::LeaseRequest lease;
   lease.set_lease(request.lease());

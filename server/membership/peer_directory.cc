@@ -111,6 +111,14 @@ class PeerDirectory::Impl {
     return absl::OkStatus();
   }
 
+  absl::Status check_reachable(NodeId node) const {
+    MutexLock hold(mutex_);
+    const Peer* peer = by_node(node);
+    if (peer == nullptr || !peer->unreachable) return absl::OkStatus();
+    return make_error(ErrorCode::kPeerLost, absl::StrCat("peer '", peer->name, "' at ", peer->address, " takes no connection: ", peer->detail,
+                                                         ". Is needled running there, and is that its address?"));
+  }
+
   std::vector<PeerRow> rows() const {
     MutexLock hold(mutex_);
     std::vector<PeerRow> rows;
@@ -191,6 +199,7 @@ class PeerDirectory::Impl {
         return make_error(ErrorCode::kStale, absl::StrCat("'", peer->first, "' speaks as an incarnation that has not said hello here"));
       }
       peer->second.heard_ns = clock_.now_ns();
+      peer->second.unreachable = false;
       message->from = peer->second.node;
     }
     return post_(*std::move(message));
@@ -213,6 +222,7 @@ class PeerDirectory::Impl {
     std::unique_ptr<v1::Peer::Stub> stub;
     int sends = 0;
     bool hello_under_way = false;
+    bool unreachable = false;  // the last hello found nobody at the address, and nothing was heard since
     uint64_t dropped = 0;
   };
 
@@ -287,6 +297,7 @@ class PeerDirectory::Impl {
     peer.transport = theirs.transport();
     peer.transport_address = theirs.transport_address();
     peer.heard_ns = clock_.now_ns();
+    peer.unreachable = false;
     peer.state = theirs.leaving() ? PeerState::kSilent : PeerState::kUp;
     peer.detail = theirs.leaving() ? "it said goodbye" : "";
     peer.sets.clear();
@@ -319,6 +330,7 @@ class PeerDirectory::Impl {
           const bool unreachable =
               status.error_code() == grpc::StatusCode::UNAVAILABLE || status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED;
           if (!unreachable) found.state = PeerState::kRefused;
+          found.unreachable = status.error_code() == grpc::StatusCode::UNAVAILABLE;  // a deadline may be the peer's slowness
           found.detail = status.error_message();
         }
         finish(&call->context);
@@ -364,6 +376,7 @@ absl::Status PeerDirectory::add(const std::string& name, const std::string& addr
 void PeerDirectory::start() { impl_->start(); }
 void PeerDirectory::say_goodbye() { impl_->say_goodbye(); }
 absl::StatusOr<NodeId> PeerDirectory::find(const std::string& name) const { return impl_->find(name); }
+absl::Status PeerDirectory::check_reachable(NodeId node) const { return impl_->check_reachable(node); }
 absl::Status PeerDirectory::check_format(NodeId node, const std::string& pool_set) const { return impl_->check_format(node, pool_set); }
 std::vector<PeerRow> PeerDirectory::rows() const { return impl_->rows(); }
 void PeerDirectory::send(NodeId peer, PeerMessage message) { impl_->send(peer, message); }

@@ -93,6 +93,9 @@ class PeerDirectory {
   absl::StatusOr<NodeId> find(const std::string& name) const;
   // NOT_FOUND, or FORMAT_MISMATCH with both texts when the peer's pool of that name differs from ours.
   absl::Status check_format(NodeId node, const std::string& pool_set) const;
+  // PEER_LOST when nobody took the last hello at the peer's address and nothing was heard of it since: a ship from it would
+  // wait for its silence to tell the same. A peer that was not asked yet counts as reachable.
+  absl::Status check_reachable(NodeId node) const;
   std::vector<PeerRow> rows() const;
 
   void send(NodeId peer, PeerMessage message);  // never blocks

@@ -1,5 +1,6 @@
 // needlectl as an operator runs it: what each command prints, as a table and as JSON, and with which status it ends.
 #include <gtest/gtest.h>
+#include <poll.h>
 
 #include <cstring>
 #include <nlohmann/json.hpp>
@@ -122,6 +123,7 @@ TEST_F(Needlectl, a_shipped_sequence_is_selected_from) {
   EXPECT_EQ(run_json(decode, {"peers"})[0]["state"], "up");
   const Ended shipped = run(decode, {"ship", "--from", "one", "--sequence", "11"});
   EXPECT_EQ(shipped.exit, 0) << shipped.error;
+  EXPECT_EQ(shipped.error, "") << "progress is for a terminal";
   EXPECT_NE(shipped.out.find("1124 tokens in 5 pages"), std::string::npos) << shipped.out;
   EXPECT_EQ(run_json(decode, {"sequences"})[0]["sequences"][0]["sequence"], 11);
 
@@ -148,6 +150,58 @@ TEST_F(Needlectl, a_shipped_sequence_is_selected_from) {
 
   const json probe = run_json(decode, {"probe", "--peer", "one"});
   EXPECT_GT(probe.size(), 2u);
+}
+
+TEST_F(Needlectl, a_ship_shows_its_progress_on_a_terminal) {
+  DaemonProcess decode(folder_, "decode", DaemonProcess::default_config());
+  daemon_.know_peer(decode);
+  decode.know_peer(daemon_);
+  daemon_.start();
+  decode.start();
+  ASSERT_TRUE(eventually(20, [&] { return decode.peer_is("one", "up") && daemon_.peer_is("decode", "up"); }));
+  auto writer = daemon_.attach();
+  CallerThread here;
+  absl::StatusOr<client::Ticket> ticket = writer->reserve(SequenceId(11), 4 * kPage);  // not sealed: its ship waits
+  ASSERT_TRUE(ticket.ok()) << ticket.status();
+  fill_ticket(*writer, *ticket, 11);
+  const int terminal = ::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+  ASSERT_GE(terminal, 0);
+  ASSERT_EQ(::grantpt(terminal), 0);
+  ASSERT_EQ(::unlockpt(terminal), 0);
+  const std::string screen = ::ptsname(terminal);
+  const int kept_open = ::open(screen.c_str(), O_RDWR | O_NOCTTY | O_CLOEXEC);  // else what was written goes with its last writer
+  std::string shown;
+  const auto shows = [&](const std::string& words) {
+    return eventually(20, [&] {
+      pollfd ready{terminal, POLLIN, 0};
+      char text[4096];
+      if (::poll(&ready, 1, 0) == 1) {
+        const ssize_t size = ::read(terminal, text, sizeof text);
+        if (size > 0) shown.append(text, static_cast<size_t>(size));
+      }
+      return shown.find(words) != std::string::npos;
+    });
+  };
+  const pid_t pid = spawn({NEEDLE_NEEDLECTL, "--socket", decode.grpc_socket(), "ship", "--from", "one", "--sequence", "11"}, -1, -1, screen);
+  EXPECT_TRUE(shows("pages\r")) << shown;  // shown, and shown again over it
+  EXPECT_TRUE(ticket->seal(4 * kPage, {}, here).ok());
+  EXPECT_TRUE(shows("1024 tokens in 4 pages")) << shown;
+  EXPECT_NE(shown.find("pages\r\n"), std::string::npos) << shown;
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  EXPECT_EQ(status, 0);
+  ::close(kept_open);
+  ::close(terminal);
+}
+
+TEST_F(Needlectl, a_ship_from_an_address_that_refuses_is_refused_at_once) {
+  daemon_.add_argument("--peer=ghost=127.0.0.1:" + std::to_string(free_port()));
+  daemon_.start();
+  ASSERT_TRUE(eventually(20, [&] { return run_json(daemon_, {"peers"})[0]["detail"] != ""; }));
+  const double before = steady_seconds();
+  expect_refused(daemon_, {"ship", "--from", "ghost", "--sequence", "11"}, 1, "peer 'ghost' at 127.0.0.1:");
+  EXPECT_LT(steady_seconds() - before, 1.0) << "it waited for the silence of a peer that is known not to be there";
+  EXPECT_TRUE(eventually(5, [&] { return daemon_.at_rest(); }));
 }
 
 TEST_F(Needlectl, a_resize_is_shown_before_during_and_after) {
