@@ -1,7 +1,5 @@
 #include "server/metrics.h"
 
-#include <prometheus/collectable.h>
-#include <prometheus/exposer.h>
 #include <prometheus/metric_family.h>
 #include <prometheus/text_serializer.h>
 
@@ -283,15 +281,6 @@ std::vector<prometheus::MetricFamily> collect(const MetricSources& sources) {
   return families.take();
 }
 
-class Collector final : public prometheus::Collectable {
- public:
-  explicit Collector(MetricSources sources) : sources_(std::move(sources)) {}
-  std::vector<prometheus::MetricFamily> Collect() const override { return collect(sources_); }
-
- private:
-  MetricSources sources_;
-};
-
 }  // namespace
 
 std::string metrics_reference() {
@@ -310,26 +299,10 @@ std::string metrics_reference() {
 
 std::string scrape_text(const MetricSources& sources) { return prometheus::TextSerializer().Serialize(collect(sources)); }
 
-class MetricsServer::Impl {
- public:
-  Impl(const std::string& address, MetricSources sources)
-      : collector(std::make_shared<Collector>(std::move(sources))), exposer(address, 2) {
-    exposer.RegisterCollectable(collector);
-  }
-  std::shared_ptr<Collector> collector;  // the exposer keeps a weak one
-  prometheus::Exposer exposer;
-};
-
-MetricsServer::MetricsServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-MetricsServer::~MetricsServer() = default;
-
-absl::StatusOr<std::unique_ptr<MetricsServer>> MetricsServer::start(const std::string& address, MetricSources sources) {
-  try {  // civetweb's wrapper throws when the port is taken; exceptions end here
-    return std::unique_ptr<MetricsServer>(new MetricsServer(std::make_unique<Impl>(address, std::move(sources))));
-  } catch (const std::exception& failure) {
-    return make_error(ErrorCode::kConflict, absl::StrCat("cannot serve metrics at ", address, ": ", failure.what(),
-                                                         "; choose another --instance or --listen-metrics"));
-  }
+absl::StatusOr<std::unique_ptr<MetricsHttp>> serve_metrics(const std::string& address, MetricSources sources) {
+  MetricsHttpOptions options;
+  options.address = address;
+  return MetricsHttp::start(std::move(options), [sources = std::move(sources)] { return scrape_text(sources); });
 }
 
 }  // namespace needle::server

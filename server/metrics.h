@@ -7,7 +7,7 @@
 //     (pools, kinds, verbs, error names, peers that an operator named), never from a request.
 //  3. A loop that doesn't answer within scrape_wait_ms leaves `needle_up` 0 and only what needs no loop; the scrape itself succeeds.
 //
-// prometheus-cpp stays in the .cc; its threads serve HTTP.
+// prometheus-cpp stays in the .cc.
 #pragma once
 
 #include <functional>
@@ -21,6 +21,7 @@
 #include "server/edge_metrics.h"
 #include "server/membership/peer_directory.h"
 #include "server/messages.h"
+#include "server/metrics_http.h"
 
 namespace needle::server {
 
@@ -69,15 +70,6 @@ struct MetricSources {
 // Every family that a scrape gives, as text: for tests and for readers without HTTP.
 std::string scrape_text(const MetricSources& sources);
 
-class MetricsServer {
- public:
-  static absl::StatusOr<std::unique_ptr<MetricsServer>> start(const std::string& address, MetricSources sources);
-  ~MetricsServer();
-
- private:
-  class Impl;
-  explicit MetricsServer(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
-};
+absl::StatusOr<std::unique_ptr<MetricsHttp>> serve_metrics(const std::string& address, MetricSources sources);
 
 }  // namespace needle::server

@@ -496,7 +496,7 @@ class Node::Impl final : public Outbox {
                           edge_,
                           registry_,
                           *peers_};
-    absl::StatusOr<std::unique_ptr<MetricsServer>> metrics = MetricsServer::start(plan_.metrics_address, std::move(sources));
+    absl::StatusOr<std::unique_ptr<MetricsHttp>> metrics = serve_metrics(plan_.metrics_address, std::move(sources));
     if (!metrics.ok()) return metrics.status();
     metrics_ = *std::move(metrics);
     return absl::OkStatus();
@@ -533,7 +533,7 @@ class Node::Impl final : public Outbox {
   std::thread loop_thread_;
   std::unique_ptr<KernelReads> reads_;
   std::unique_ptr<Service> service_;
-  std::unique_ptr<MetricsServer> metrics_;
+  std::unique_ptr<MetricsHttp> metrics_;
 };
 
 Node::Node(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
