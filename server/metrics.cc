@@ -68,8 +68,12 @@ const std::vector<MetricRow>& metric_table() {
       {"needle_memory_scratch_bytes", T::kGauge, "", "Scratch of the daemon's own kernels.", "What else counts in the budget?"},
       {"needle_keeper_healthy", T::kGauge, "", "1 unless the keeper was lost.", "Would a restart lose the pools?"},
       {"needle_attach_connections", T::kGauge, "", "Connections at the attach socket.", "Who is attached?"},
-      {"needle_attach_refused_total", T::kCounter, "", "Refused attaches: another user, another format, too many.",
-       "Is an engine misconfigured?"},
+      {"needle_attach_without_session_connections", T::kGauge, "", "Those of them that have said no Hello yet, or whose session has ended.",
+       "Does somebody hold the door?"},
+      {"needle_attach_hellos_overdue_total", T::kCounter, "", "Connections closed because no Hello came within five seconds.",
+       "Who connects and says nothing?"},
+      {"needle_attach_refused_total", T::kCounter, "",
+       "Refused attaches: another user, another format, too many connections or too many that wait.", "Is an engine misconfigured?"},
       {"needle_peer_up", T::kGauge, "peer", "1 while the peer answers hellos.", "Can sequences be shipped from it?"},
       {"needle_peer_last_heard_seconds", T::kGauge, "peer", "Age of the last word from it.", "Since when is it silent?"},
       {"needle_peer_messages_dropped_total", T::kCounter, "peer", "Messages to it that were given up.", "Is the control path overloaded?"},
@@ -242,6 +246,8 @@ std::vector<prometheus::MetricFamily> collect(const MetricSources& sources) {
   families.value("needle_memory_scratch_bytes", {}, static_cast<double>(node.scratch_bytes));
   families.value("needle_keeper_healthy", {}, node.keeper_healthy ? 1 : 0);
   families.value("needle_attach_connections", {}, static_cast<double>(node.attach_connections));
+  families.value("needle_attach_without_session_connections", {}, static_cast<double>(node.attach_without_session));
+  families.value("needle_attach_hellos_overdue_total", {}, static_cast<double>(node.attach_hellos_overdue));
   families.value("needle_attach_refused_total", {}, static_cast<double>(node.attach_refused));
   for (const NamedValue& counter : node.transport_counters) families.value("needle_transport_events_total", {counter.name}, counter.value);
 

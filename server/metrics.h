@@ -53,7 +53,9 @@ struct NodeGauges {
   int64_t scratch_bytes = 0;
   bool keeper_healthy = true;
   int64_t attach_connections = 0;
+  int64_t attach_without_session = 0;
   uint64_t attach_refused = 0;
+  uint64_t attach_hellos_overdue = 0;
   std::vector<NamedValue> transport_counters;
   std::vector<std::pair<std::string, bool>> facets;
 };

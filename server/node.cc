@@ -461,7 +461,9 @@ class Node::Impl final : public Outbox {
     gauges.scratch_bytes = plan_.scratch_bytes;
     gauges.keeper_healthy = store_.healthy();
     gauges.attach_connections = attach_->connections();
+    gauges.attach_without_session = attach_->without_session();
     gauges.attach_refused = attach_->refused();
+    gauges.attach_hellos_overdue = attach_->hellos_overdue();
     for (const ServiceFacet& facet : facets()) gauges.facets.emplace_back(facet.name, facet.serving);
 #ifdef NEEDLE_HAVE_UCX
     if (ucx_ != nullptr) {

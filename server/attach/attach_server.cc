@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
+#include "base/units.h"
 #include "kernels/format_set.h"
 #include "proto/errors.h"
 #include "server/memory/descriptor_passing.h"
@@ -23,6 +24,8 @@ namespace {
 // Event tags: the listener and the wake descriptor, then two for each connection key.
 constexpr uint64_t kListenerTag = 0;
 constexpr uint64_t kWakeTag = 1;
+constexpr int kAcceptedAtOnce = 16;       // then those are heard: a crowd of clients doesn't fill the room before it said Hello
+constexpr int64_t kListenLaterMs = 100;   // descriptors come back with the next client that leaves
 constexpr size_t kLoggedBytesMax = 2048;  // a refused format repeats both texts, up to 16 KiB each
 constexpr uint64_t socket_tag(uint64_t key) { return key * 2; }
 constexpr uint64_t pidfd_tag(uint64_t key) { return key * 2 + 1; }
@@ -78,11 +81,12 @@ struct AttachServer::Outgoing {
 };
 
 struct AttachServer::Connection {
-  enum class State { kNew, kAttaching, kAttached, kEnding, kEnded };  // kEnding: Detach or Acknowledge is on its way
+  using State = ConnectionState;
   uint64_t key = 0;
   FileDescriptor socket;
   WatchedProcess process;
-  State state = State::kNew;
+  State state = State::kNew;  // set_state() changes it
+  int64_t leave_by_ns = 0;    // in kNew and kEnded
   SessionId session;
   uint32_t views = 0;
   size_t set = 0;
@@ -151,7 +155,7 @@ void AttachServer::run_on_thread(std::function<void()> work) {
 void AttachServer::serve() {
   std::vector<epoll_event> events(64);
   for (;;) {
-    const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
+    const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), wait_ms());
     for (int i = 0; i < count; ++i) {
       const uint64_t tag = events[static_cast<size_t>(i)].data.u64;
       if (tag == kListenerTag) {
@@ -168,6 +172,7 @@ void AttachServer::serve() {
         if ((events[static_cast<size_t>(i)].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) read_from(tag / 2);
       }
     }
+    close_overdue();
     // Work from other threads comes in the order in which it was said.
     for (;;) {
       std::function<void()> work;
@@ -183,10 +188,67 @@ void AttachServer::serve() {
   }
 }
 
+int AttachServer::wait_ms() const {
+  int64_t until_ns = listen_again_ns_;
+  if (!without_session_.empty() && (until_ns == 0 || without_session_.begin()->first < until_ns))
+    until_ns = without_session_.begin()->first;
+  if (until_ns == 0) return -1;
+  return static_cast<int>(std::max<int64_t>(div_ceil(until_ns - clock_.now_ns(), kNanosPerMilli), 0));
+}
+
+// Whoever has no session is asked to get one or to leave.
+void AttachServer::set_state(Connection& connection, ConnectionState state) {
+  if (connection.state == ConnectionState::kNew && connection.leave_by_ns != 0) {
+    const auto waiting = hellos_waiting_.find(connection.process.identity.uid);
+    if (--waiting->second == 0) hellos_waiting_.erase(waiting);
+  }
+  if (connection.leave_by_ns != 0) without_session_.erase({connection.leave_by_ns, connection.key});
+  connection.state = state;
+  connection.leave_by_ns = 0;
+  if (state == ConnectionState::kNew) ++hellos_waiting_[connection.process.identity.uid];
+  if (state == ConnectionState::kNew || state == ConnectionState::kEnded) {
+    connection.leave_by_ns = clock_.now_ns() + options_.hello_ms * kNanosPerMilli;
+    without_session_.insert({connection.leave_by_ns, connection.key});
+  }
+  without_session_now_.store(static_cast<int64_t>(without_session_.size()), std::memory_order_relaxed);
+}
+
+void AttachServer::close_overdue() {
+  const int64_t now_ns = clock_.now_ns();
+  if (listen_again_ns_ != 0 && listen_again_ns_ <= now_ns) {
+    listen_again_ns_ = 0;
+    watch_fd(listener_.get(), kListenerTag, EPOLLIN);
+  }
+  while (!without_session_.empty() && without_session_.begin()->first <= now_ns) {
+    const uint64_t key = without_session_.begin()->second;
+    Connection& connection = *connections_.at(key);
+    if (connection.state == ConnectionState::kNew) {
+      hellos_overdue_.fetch_add(1, std::memory_order_relaxed);
+      log_.write(LogLevel::kWarning, "attach_hello_overdue",
+                 {{"pid", absl::StrCat(connection.process.identity.pid)}, {"limit_ms", absl::StrCat(options_.hello_ms)}});
+      answer(
+          connection, 0,
+          make_error(ErrorCode::kStale, absl::StrCat("no Hello came within ", options_.hello_ms, " ms of the connection; connect anew")));
+    }
+    close_connection(key);
+  }
+}
+
+// Out of descriptors or memory: epoll would report the same caller again at once, for ever.
+void AttachServer::listen_later(int error) {
+  log_.write(LogLevel::kError, "attach_accept_failed",
+             {{"cause", std::string(std::strerror(error))}, {"again_in_ms", absl::StrCat(kListenLaterMs)}});
+  watch_fd(listener_.get(), kListenerTag, 0);
+  listen_again_ns_ = clock_.now_ns() + kListenLaterMs * kNanosPerMilli;
+}
+
 void AttachServer::accept_clients() {
-  for (;;) {
+  for (int accepted = 0; accepted < kAcceptedAtOnce; ++accepted) {
     FileDescriptor socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!socket.is_open()) return;
+    if (!socket.is_open()) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) listen_later(errno);
+      return;
+    }
     auto connection = std::make_unique<Connection>();
     connection->key = next_key_++;
     connection->socket = std::move(socket);
@@ -200,6 +262,11 @@ void AttachServer::accept_clients() {
                              absl::StrCat("user ", uid, " may not attach to this daemon of user ", ::geteuid(), "; add it to attach.uids"));
       } else if (static_cast<int64_t>(connections_.size()) >= options_.connections_max) {
         refused = make_error(ErrorCode::kBusy, absl::StrCat("there are ", connections_.size(), " connections, the limit"), 1000);
+      } else if (const auto waiting = hellos_waiting_.find(uid);
+                 waiting != hellos_waiting_.end() && waiting->second >= options_.hellos_waiting_max) {
+        refused =
+            make_error(ErrorCode::kBusy, absl::StrCat(waiting->second, " connections of user ", uid, " have said no Hello yet, the limit"),
+                       options_.hello_ms);
       }
     }
     Connection& entered = *connection;
@@ -210,6 +277,7 @@ void AttachServer::accept_clients() {
       continue;
     }
     connection->process = *std::move(process);
+    set_state(entered, ConnectionState::kNew);
     watch_fd(entered.socket.get(), socket_tag(entered.key), EPOLLIN);
     watch_fd(entered.process.pidfd.get(), pidfd_tag(entered.key), EPOLLIN);
     connections_.emplace(entered.key, std::move(connection));
@@ -280,7 +348,7 @@ void AttachServer::handle(Connection& connection, Datagram& datagram) {
 template <class Request>
 void AttachServer::post_call(uint64_t key, uint32_t request, Request message, bool ends_session) {
   const SessionId session = message.session;
-  if (ends_session) connections_.at(key)->state = Connection::State::kEnding;
+  if (ends_session) set_state(*connections_.at(key), Connection::State::kEnding);
   // A refused post calls the completion too, so the result needs no second look.
   (void)post_(Call<Request>{std::move(message), [this, key, request, session, ends_session](absl::StatusOr<Nothing> reply) {
                               run_on_thread([this, key, request, session, ends_session, status = reply.status()] {
@@ -288,7 +356,7 @@ void AttachServer::post_call(uint64_t key, uint32_t request, Request message, bo
                                 const auto found = connections_.find(key);
                                 if (found == connections_.end()) return;
                                 if (ends_session)
-                                  found->second->state = status.ok() ? Connection::State::kEnded : Connection::State::kAttached;
+                                  set_state(*found->second, status.ok() ? Connection::State::kEnded : Connection::State::kAttached);
                                 if (request != 0 || !status.ok()) answer(*found->second, request, status);
                               });
                             }});
@@ -347,7 +415,7 @@ void AttachServer::hello(Connection& connection, uint32_t request, attach::Reade
       return refuse(make_error(ErrorCode::kWrongOwner, absl::StrCat("session ", body.previous_session, " belongs to another process")));
     }
   }
-  connection.state = Connection::State::kAttaching;
+  set_state(connection, Connection::State::kAttaching);
   connection.views = body.views;
   connection.set = set;
   attach.pool_set = sets_[set].name;
@@ -371,7 +439,7 @@ void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::St
   for (SessionId earlier : reply.ok() ? reply->ended : std::vector<SessionId>()) {
     const auto old = by_session_.find(earlier.value());
     const auto old_connection = old == by_session_.end() ? connections_.end() : connections_.find(old->second);
-    if (old_connection != connections_.end()) old_connection->second->state = Connection::State::kEnded;
+    if (old_connection != connections_.end()) set_state(*old_connection->second, Connection::State::kEnded);
     ended(earlier);
   }
   const auto found = connections_.find(key);
@@ -390,7 +458,7 @@ void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::St
   Connection& connection = *found->second;
   const auto refuse = [&](const absl::Status& status) {
     refused_.fetch_add(1, std::memory_order_relaxed);
-    connection.state = Connection::State::kEnded;
+    set_state(connection, Connection::State::kEnded);
     answer(connection, request, status);
     connection.closing = true;
     flush(connection);
@@ -404,7 +472,7 @@ void AttachServer::attached(uint64_t key, uint32_t request, size_t set, absl::St
     return refuse(!secret.ok() ? secret.status() : counters.status());
   }
   connection.session = reply->session;
-  connection.state = Connection::State::kAttached;
+  set_state(connection, Connection::State::kAttached);
   by_session_[connection.session.value()] = key;
 
   attach::Welcome welcome;
@@ -549,7 +617,7 @@ void AttachServer::forget(SessionId session) {
     const auto key = by_session_.find(session.value());
     if (key != by_session_.end()) {
       const auto found = connections_.find(key->second);
-      if (found != connections_.end()) found->second->state = Connection::State::kEnded;
+      if (found != connections_.end()) set_state(*found->second, Connection::State::kEnded);
     }
     ended(session);
   });
@@ -620,6 +688,7 @@ void AttachServer::close_connection(uint64_t key) {
     if (silent || ending) watch_fd(watched->second.pidfd.get(), pidfd_tag(key), EPOLLIN);  // while attaching: when its session is known
   }
   if (silent || ending) by_session_.erase(connection.session.value());
+  set_state(connection, Connection::State::kAttaching);  // it waits for nothing any more
   connections_.erase(found);
   connections_now_.store(static_cast<int64_t>(connections_.size()), std::memory_order_relaxed);
 }

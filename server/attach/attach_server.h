@@ -10,7 +10,9 @@
 //     the client's pages stay pinned. After a clean Detach or Acknowledge neither is posted.
 //  3. A client hears of a chunk (Welcome, Chunks) with its descriptors, and of nothing that the core did not say.
 //  4. Everything has a bound: connections, message size, messages waiting for a client that doesn't read (it is then
-//     disconnected, which is silence).
+//     disconnected, which is silence), and connections without a session, in number for each user and in time: one that
+//     says no Hello, or stays after its session's end, is closed after hello_ms.
+//  5. Where a descriptor cannot be had, callers wait at the door: the thread looks again later and doesn't spin.
 #pragma once
 
 #include <atomic>
@@ -19,12 +21,15 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/clock.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "proto/attach.h"
@@ -53,6 +58,8 @@ struct AttachOptions {
   std::vector<uint32_t> uids;  // besides our own and root; where any is named, every user may knock at `path`
   int64_t connections_max = 1024;
   int64_t messages_waiting_max = 4096;
+  int64_t hello_ms = 5'000;          // a client library says Hello right after it connected; this is a stopped or a hostile one
+  int64_t hellos_waiting_max = 128;  // for each user, so that one of `uids` cannot shut out another: as many as may wait to be accepted
   std::string node;
   std::string grpc_target;            // told to our own user and root: the Unix socket, at which operators are heard too
   std::string grpc_target_of_others;  // told to the users of `uids`
@@ -84,16 +91,23 @@ class AttachServer {
   void forget(SessionId session);
 
   int64_t connections() const { return connections_now_.load(std::memory_order_relaxed); }
+  int64_t without_session() const { return without_session_now_.load(std::memory_order_relaxed); }
   uint64_t refused() const { return refused_.load(std::memory_order_relaxed); }
+  uint64_t hellos_overdue() const { return hellos_overdue_.load(std::memory_order_relaxed); }
 
  private:
   struct Connection;
   struct Outgoing;
+  enum class ConnectionState { kNew, kAttaching, kAttached, kEnding, kEnded };  // kEnding: Detach or Acknowledge is on its way
 
   AttachServer(AttachOptions options, std::vector<AttachPoolSet> sets, Sources sources, SessionRegistry& registry, Post post, Log& log);
   void serve();
   void run_on_thread(std::function<void()> work);  // any thread
+  int wait_ms() const;
+  void set_state(Connection& connection, ConnectionState state);
+  void close_overdue();
   void accept_clients();
+  void listen_later(int error);
   void read_from(uint64_t key);
   void handle(Connection& connection, Datagram& datagram);
   void hello(Connection& connection, uint32_t request, attach::Reader reader);
@@ -134,8 +148,14 @@ class AttachServer {
     SessionId session;
     FileDescriptor pidfd;
   };
-  std::map<uint64_t, Watched> watched_;  // key -> process whose session has no connection
+  std::map<uint64_t, Watched> watched_;                     // key -> process whose session has no connection
+  std::map<uint32_t, int64_t> hellos_waiting_;              // user -> connections in kNew
+  std::set<std::pair<int64_t, uint64_t>> without_session_;  // (deadline, key) of those in kNew and kEnded
+  int64_t listen_again_ns_ = 0;                             // 0: the listener is watched
+  SteadyClock clock_;                                       // epoll_wait counts in it too
   std::atomic<int64_t> connections_now_{0};
+  std::atomic<int64_t> without_session_now_{0};
+  std::atomic<uint64_t> hellos_overdue_{0};
   std::atomic<uint64_t> refused_{0};
 };
 

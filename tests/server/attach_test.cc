@@ -5,8 +5,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -135,7 +137,7 @@ class AttachTest : public ::testing::Test {
     AttachPoolSet set{"default", format_of("raw"), {40, 0, 0}, {9600, 0, 0}};
     AttachServer::Sources sources{[this](PoolId pool, ChunkIndex) { return pool == PoolId(0) ? files_ : nullptr; }, metadata_.get(), 4096};
     auto made = AttachServer::start(
-        std::move(options), {set}, sources, registry_, [this](Message message) { return core_.post(std::move(message)); }, log_);
+        std::move(options), {set}, sources, registry_, [this](Message message) { return core_.post(std::move(message)); }, *log_in_use_);
     ASSERT_TRUE(made.ok()) << made.status();
     server_ = *std::move(made);
   }
@@ -144,6 +146,7 @@ class AttachTest : public ::testing::Test {
   std::shared_ptr<const ChunkFiles> files_;
   FileDescriptor metadata_;
   SilentLog log_;
+  Log* log_in_use_ = &log_;
   SessionRegistry registry_;
   ScriptedCore core_;
   std::unique_ptr<AttachServer> server_;
@@ -155,6 +158,13 @@ class AttachTest : public ::testing::Test {
     Datagram datagram;
 
     explicit Client(const std::string& folder) { socket = *connect_seqpacket(folder + "/attach.sock"); }
+    Client(const std::string&, int) : socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {}  // not connected yet
+    bool connect_to(const std::string& folder) const {
+      sockaddr_un address{};
+      address.sun_family = AF_UNIX;
+      std::strncpy(address.sun_path, (folder + "/attach.sock").c_str(), sizeof address.sun_path - 1);
+      return ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
+    }
 
     void say(attach::Type type, uint32_t request, const std::string& body, uint16_t version = attach::kVersion) {
       attach::Header header;
@@ -449,6 +459,94 @@ TEST_F(AttachTest, connections_beyond_the_limit_are_told_to_come_back) {
   Client second(folder_);
   ASSERT_EQ(second.hear().type, attach::Type::kAnswer);
   EXPECT_EQ(second.body<attach::Answer>().error, static_cast<uint32_t>(ErrorCode::kBusy));
+}
+
+TEST_F(AttachTest, a_connection_that_says_no_hello_is_closed_in_time_and_counted) {
+  AttachOptions options;
+  options.hello_ms = 500;
+  start(options);
+  Client attached(folder_);
+  attached.attach_now("", 0);
+  Client ended(folder_);
+  ended.attach_now("", 0);
+  ended.say(attach::Type::kDetach, 5, "");
+  EXPECT_EQ(ended.hear().request, 5u);
+  Client silent(folder_);
+  Client talks_of_other_things(folder_);
+  talks_of_other_things.say(attach::Type::kHeartbeat, 7, "");
+  EXPECT_EQ(talks_of_other_things.hear().request, 7u);
+  for (Client* client : {&silent, &talks_of_other_things}) {
+    ASSERT_EQ(client->hear().type, attach::Type::kAnswer);
+    EXPECT_THAT(client->text_after(sizeof(attach::Answer)), HasSubstr("no Hello came within 500 ms"));
+    EXPECT_EQ(static_cast<int>(client->hear().type), 0) << "closed";
+  }
+  EXPECT_EQ(static_cast<int>(ended.hear().type), 0) << "nor does one stay after its session's end";
+  EXPECT_EQ(server_->hellos_overdue(), 2u);
+  EXPECT_EQ(server_->refused(), 0u);
+  attached.say(attach::Type::kHeartbeat, 8, "");
+  EXPECT_EQ(attached.hear().request, 8u) << "a session's connection stays";
+  EXPECT_EQ(server_->connections(), 1);
+  EXPECT_EQ(server_->without_session(), 0);
+}
+
+TEST_F(AttachTest, only_so_many_wait_to_say_hello) {
+  AttachOptions options;
+  options.hello_ms = 600'000;
+  options.hellos_waiting_max = 3;
+  start(options);
+  std::vector<std::unique_ptr<Client>> waiting;
+  for (int i = 0; i < 3; ++i) waiting.push_back(std::make_unique<Client>(folder_));
+  Client refused(folder_);
+  ASSERT_EQ(refused.hear().type, attach::Type::kAnswer);
+  EXPECT_EQ(refused.body<attach::Answer>().error, static_cast<uint32_t>(ErrorCode::kBusy));
+  EXPECT_THAT(refused.text_after(sizeof(attach::Answer)), HasSubstr("no Hello yet"));
+  EXPECT_EQ(server_->refused(), 1u);
+  EXPECT_EQ(server_->without_session(), 3);
+  waiting[0]->attach_now("", 0);
+  EXPECT_EQ(server_->without_session(), 2);
+  Client next(folder_);  // there is room again
+  next.attach_now("", 0);
+}
+
+// Counts lines by event.
+class CountingLog final : public Log {
+ public:
+  void write(LogLevel, std::string_view event, std::initializer_list<LogField>) override {
+    std::lock_guard<std::mutex> hold(mutex_);
+    ++counts_[std::string(event)];
+    wake_.notify_all();
+  }
+  bool waits_for(const std::string& event) {
+    std::unique_lock<std::mutex> hold(mutex_);
+    return wake_.wait_for(hold, std::chrono::seconds(10), [&] { return counts_[event] > 0; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::map<std::string, int> counts_;
+};
+
+class AttachLog : public AttachTest {
+ protected:
+  CountingLog counted_;
+};
+
+TEST_F(AttachLog, without_a_descriptor_a_caller_waits_at_the_door_until_there_is_one) {
+  log_in_use_ = &counted_;
+  start({});
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  Client client(folder_, 0);
+  rlimit none_left = before;
+  none_left.rlim_cur = static_cast<rlim_t>(client.socket.get()) + 1;  // the lowest free number was taken last
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none_left), 0);
+  const bool connected = client.connect_to(folder_);
+  const bool said = counted_.waits_for("attach_accept_failed");
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  ASSERT_TRUE(connected);
+  EXPECT_TRUE(said);
+  client.attach_now("", 0);
 }
 
 TEST_F(AttachTest, hostile_messages_end_their_connection_and_nobody_else_s) {
