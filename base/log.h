@@ -5,8 +5,11 @@
 //  1. The sink is passed in by main() or the test; no global logger.
 //  2. A line is written where the error is first known, with the cause observed, and not again further up.
 //  3. Values never carry cached bytes or secrets.
+//  4. Whatever a value holds, a line is one line of printable ASCII: other bytes are shown as \n or \xHH. A caller's text can
+//     neither forge a line nor steer a terminal.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <initializer_list>
@@ -45,23 +48,35 @@ class StreamLog final : public Log {
     line.append(event);
     for (const LogField& field : fields) {
       line.append(" ").append(field.key).append("=");
-      const bool quote = field.value.find_first_of(" \"\n") != std::string::npos || field.value.empty();
-      if (!quote) {
-        line.append(field.value);
-        continue;
-      }
-      line.push_back('"');
-      for (char c : field.value) {
-        if (c == '"' || c == '\\') line.push_back('\\');
-        line.push_back(c == '\n' ? ' ' : c);
-      }
-      line.push_back('"');
+      append_value(field.value, line);
     }
     line.push_back('\n');
     std::fwrite(line.data(), 1, line.size(), stream_);
   }
 
  private:
+  static void append_value(std::string_view value, std::string& line) {
+    const bool plain = !value.empty() && std::all_of(value.begin(), value.end(), [](char c) { return c > ' ' && c <= '~' && c != '"'; });
+    if (plain) {
+      line.append(value);
+      return;
+    }
+    line.push_back('"');
+    for (char c : value) {
+      if (c == '\n') {
+        line.append("\\n");
+      } else if (c < ' ' || c > '~') {  // char may be signed: bytes from 0x80 on are below ' ' then
+        constexpr char kDigits[] = "0123456789abcdef";
+        const auto byte = static_cast<unsigned char>(c);
+        line.append("\\x").append({kDigits[byte >> 4], kDigits[byte & 15]});
+      } else {
+        if (c == '"' || c == '\\') line.push_back('\\');
+        line.push_back(c);
+      }
+    }
+    line.push_back('"');
+  }
+
   std::FILE* stream_;
   LogLevel least_;
 };

@@ -365,8 +365,9 @@ void AttachServer::post_call(uint64_t key, uint32_t request, Request message, bo
 void AttachServer::hello(Connection& connection, uint32_t request, attach::Reader reader) {
   const auto refuse = [&](const absl::Status& status) {
     refused_.fetch_add(1, std::memory_order_relaxed);
-    log_.write(LogLevel::kWarning, "attach_refused",
-               {{"pid", absl::StrCat(connection.process.identity.pid)}, {"cause", printable(status.message().substr(0, kLoggedBytesMax))}});
+    log_.write(
+        LogLevel::kWarning, "attach_refused",
+        {{"pid", absl::StrCat(connection.process.identity.pid)}, {"cause", std::string(status.message().substr(0, kLoggedBytesMax))}});
     answer(connection, request, status);
     connection.closing = true;
     flush(connection);

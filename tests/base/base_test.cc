@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/ids.h"
+#include "base/log.h"
 #include "base/reserved_range.h"
 #include "base/rng.h"
 #include "base/units.h"
@@ -107,6 +108,27 @@ TEST(Workers, call_every_index_once_and_never_overlap_a_worker) {
       EXPECT_FALSE(overlapped.load());
     }
   }
+}
+
+std::string logged(const std::string& value) {
+  char* text = nullptr;
+  size_t size = 0;
+  std::FILE* stream = ::open_memstream(&text, &size);
+  StreamLog(stream, LogLevel::kInfo).write(LogLevel::kWarning, "event", {{"key", value}});
+  std::fclose(stream);
+  const std::string line(text, size);
+  std::free(text);
+  return line;
+}
+
+TEST(Log, a_line_is_one_line_of_printable_text_whatever_its_values_hold) {
+  EXPECT_EQ(logged("plain"), "level=warning event=event key=plain\n");
+  EXPECT_EQ(logged(""), "level=warning event=event key=\"\"\n");
+  EXPECT_EQ(logged("two words"), "level=warning event=event key=\"two words\"\n");
+  EXPECT_EQ(logged("say \"x\" \\ y"), "level=warning event=event key=\"say \\\"x\\\" \\\\ y\"\n");
+  EXPECT_EQ(logged("a\nlevel=error"), "level=warning event=event key=\"a\\nlevel=error\"\n") << "no line is forged";
+  EXPECT_EQ(logged("\x1b[31m\xff\r"), "level=warning event=event key=\"\\x1b[31m\\xff\\x0d\"\n") << "no terminal is steered";
+  EXPECT_EQ(logged(std::string("\0\x7f", 2)), "level=warning event=event key=\"\\x00\\x7f\"\n");
 }
 
 }  // namespace
