@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/clock.h"
+#include "base/receive_message.h"
 #include "base/reserved_range.h"
 #include "base/units.h"
 #include "kernels/format_set.h"
@@ -55,9 +56,7 @@ int receive(int socket, Datagram& datagram) {
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  ssize_t got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-  // Said once where the daemon closed before it read all of ours; what it wrote before, such as a refusal, is still to be had.
-  if (got < 0 && errno == ECONNRESET) got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  const ssize_t got = receive_message(socket, message, MSG_CMSG_CLOEXEC);
   if (got < 0) return -errno;
   for (cmsghdr* part = CMSG_FIRSTHDR(&message); part != nullptr; part = CMSG_NXTHDR(&message, part)) {
     if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
@@ -251,7 +250,6 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
     }
     auto datagram = std::make_unique<Datagram>();
     const int got = receive(socket_, *datagram);
-    if (got == -EINTR) continue;
     if (got <= 0) {
       return absl::UnavailableError(absl::StrCat("the daemon ended the attach", got < 0 ? absl::StrCat(": ", reason(-got)) : ""));
     }
@@ -519,7 +517,7 @@ void Session::serve() {
 bool Session::handle_datagram() {
   auto datagram = std::make_unique<Datagram>();
   const int got = receive(socket_, *datagram);
-  if (got == -EINTR || got == -EAGAIN) return true;
+  if (got == -EAGAIN) return true;
   if (got <= 0) return false;
   attach::Reader reader(datagram->bytes.data(), datagram->size);
   attach::Header header;

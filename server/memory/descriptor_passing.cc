@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "base/receive_message.h"
 #include "proto/attach.h"
 #include "proto/errors.h"
 
@@ -62,12 +63,7 @@ ReceiveResult receive_datagram(int socket, size_t bytes_max, Datagram& datagram,
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  ssize_t size = 0;
-  bool reset = false;  // said once where the other end closed before it read all of ours; its last words are still to be had
-  do {
-    reset = size < 0 && errno == ECONNRESET;
-    size = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | (wait ? 0 : MSG_DONTWAIT));
-  } while (size < 0 && (errno == EINTR || (errno == ECONNRESET && !reset)));
+  const ssize_t size = receive_message(socket, message, MSG_CMSG_CLOEXEC | (wait ? 0 : MSG_DONTWAIT));
   if (size < 0 && errno == EAGAIN) return ReceiveResult::kWouldBlock;
   if (size < 0) return ReceiveResult::kGone;
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
