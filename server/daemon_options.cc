@@ -420,6 +420,7 @@ class Parser {
     for (const std::string& variable : environment) {
       if (absl::StartsWith(variable, "NEEDLE_CONFIG=")) path = variable.substr(14);
     }
+    bool path_from_flag = false;
     for (size_t i = 0; i < arguments.size(); ++i) {
       const std::string& argument = arguments[i];
       if (argument == "--help" || argument == "-h") parsed_.action = OptionAction::kHelp;
@@ -428,10 +429,13 @@ class Parser {
       if (argument == "--reference") parsed_.action = OptionAction::kReference;
       if (argument == "--keeper") parsed_.action = OptionAction::kKeeper;
       const bool joined = absl::StartsWith(argument, "--config=");
-      if (joined) path = argument.substr(9);
-      if (argument == "--config") path = i + 1 < arguments.size() ? arguments[i + 1] : "";
+      if (!joined && argument != "--config") continue;
+      const std::string earlier = path_from_flag ? path : "";
+      path = joined ? argument.substr(9) : i + 1 < arguments.size() ? arguments[i + 1] : "";
       // An empty one is most often a variable that a script did not set; to run without the file would hide that.
-      if ((joined || argument == "--config") && path.empty()) return invalid("flag --config needs a path");
+      if (path.empty()) return invalid("flag --config needs a path");
+      if (path_from_flag) return given_twice("config", {earlier, "flag --config"}, {path, "flag --config"});
+      path_from_flag = true;
     }
     return absl::OkStatus();
   }
@@ -446,13 +450,21 @@ class Parser {
     std::string value(text);
     Source& was = source_[row->name];
     const bool from_flag = absl::StartsWith(was.source, "flag ");  // --peer and --peers-static are one list
-    if (append && row->kind == OptionKind::kList && from_flag && !was.value.empty()) value = was.value + "," + value;
+    if (from_flag && row->kind != OptionKind::kList) return given_twice(row->name, was, {value, source});
+    if (append && from_flag && !was.value.empty()) value = was.value + "," + value;
     if (absl::Status status = set_value(parsed_.options, *row, value); !status.ok()) {
       return invalid(absl::StrCat("option ", row->name, " (", source, "): ", shown(text), " is ", reason_of(status),
                                   *row->bounds == '\0' ? "" : absl::StrCat("; it takes ", row->bounds)));
     }
     was = {value, source};
     return absl::OkStatus();
+  }
+
+  // The file's parser refuses that of a key; what one line says twice is most often a wrapper script and its user.
+  static absl::Status given_twice(const std::string& name, const Source& first, const Source& second) {
+    const std::string sources = first.source == second.source ? first.source : absl::StrCat(first.source, " and ", second.source);
+    return invalid(absl::StrCat("option ", name, " is given twice (", sources, "): ", shown(first.value), " and ", shown(second.value),
+                                "; leave one of them out"));
   }
 
   static std::string reason_of(const absl::Status& status) {
@@ -498,7 +510,9 @@ class Parser {
       return invalid(absl::StrCat("option pool.", name, ".", row->name, " (", source, "): ", shown(text), " is ", reason_of(status),
                                   "; it takes ", row->bounds));
     }
-    source_[absl::StrCat("pool.", name, ".", row->name)] = {std::string(text), source};
+    Source& was = source_[absl::StrCat("pool.", name, ".", row->name)];
+    if (was.source == source) return given_twice(absl::StrCat("pool.", name, ".", row->name), was, {std::string(text), source});
+    was = {std::string(text), source};
     return absl::OkStatus();
   }
 
@@ -910,7 +924,7 @@ std::string options_help() {
       "  --reference, --metrics-reference   print the reference of all options, of all metrics\n"
       "  --keeper          run as the keeper: holds a daemon's memory over its death; needs no GPU\n"
       "  --version         what this was built with\n\n"
-      "Sizes: 512M, 2G (powers of 1024). Durations: 250ms, 5s, 30m.\n\n";
+      "Sizes: 512M, 2G (powers of 1024). Durations: 250ms, 5s, 30m. A flag is given once; lists grow with each.\n\n";
   const auto line = [&text](const std::string& flag, const auto& row) {
     absl::StrAppend(&text, "  ", flag, "  ", kind_name(row.kind), *row.bounds == '\0' ? "" : " ", row.bounds,
                     *row.default_text == '\0' ? "" : absl::StrCat(", default ", row.default_text), "\n      ", row.meaning, " ",
@@ -929,7 +943,8 @@ std::string options_reference() {
       "Later sources win: defaults, then the TOML file (`--config PATH` or `NEEDLE_CONFIG`), then `NEEDLE_` variables, then flags.\n"
       "An option `memory.bytes` is the key `bytes` of `[memory]` in the file, the variable `NEEDLE_MEMORY_BYTES` and the flag\n"
       "`--memory-bytes`. Sizes are whole numbers with a unit (`512M`, `2G`, powers of 1024), durations too (`250ms`, `5s`, `30m`).\n"
-      "Unknown keys, wrong units and impossible values are errors. `needled --check-config` says what would run.\n\n"
+      "Unknown keys, wrong units, impossible values and a value given twice in one source are errors; only lists (`--peer`,\n"
+      "`--attach-uids`) grow with each flag. `needled --check-config` says what would run.\n\n"
       "*live*: may change while the daemon runs (through `needlectl`); all others take effect at the next start.\n";
   std::string section;
   for (const auto& row : option_table()) {

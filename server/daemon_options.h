@@ -5,8 +5,8 @@
 //  1. An option exists exactly when it has a row. Its TOML key is the row's name (`memory.bytes`), its flag that name with
 //     dashes (`--memory-bytes`), its variable that name in capitals (`NEEDLE_MEMORY_BYTES`). Pools have a table of their own.
 //  2. Later sources win: defaults < file < environment < flags. Each value remembers where it came from.
-//  3. An unknown key, a wrong unit, a value out of bounds or an impossible combination is an error that names key, source,
-//     value and limit. Nothing is guessed, nothing is clamped.
+//  3. An unknown key, a wrong unit, a value out of bounds, one given twice in one source or an impossible combination is an
+//     error that names key, source, value and limit. Nothing is guessed, nothing is clamped.
 //  4. Bytes are int64 bytes, times int64 milliseconds: the unit is parsed once, here.
 //
 // The bounds of the core (server/options.h) are filled from this table by server/node.cc; it is the only other place.

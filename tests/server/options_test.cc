@@ -247,6 +247,18 @@ TEST(Options, both_spellings_of_a_peer_add_to_one_list) {
   EXPECT_EQ(parsed->options.peers, (Words{"a=h:1", "b=h:2", "c=h:3"}));
 }
 
+TEST(Options, a_value_given_twice_is_refused_with_both_named) {
+  EXPECT_THAT(refusal(read({"--memory-bytes=1G", "--memory-bytes", "2G"})),
+              AllOf(HasSubstr("memory.bytes"), HasSubstr("twice"), HasSubstr("'1G'"), HasSubstr("'2G'")));
+  EXPECT_THAT(refusal(read({"--instance=1", "--node-instance=2"})), AllOf(HasSubstr("flag --instance and flag --node-instance")));
+  EXPECT_THAT(refusal(read({"--listen-remote-operators", "--listen-remote-operators=false"})), HasSubstr("'true' and 'false'"));
+  EXPECT_THAT(refusal(read({"--config", "a", "--config=b"})), HasSubstr("'a' and 'b'"));
+  EXPECT_THAT(refusal(read({"--pool", "a:share=1", "--pool", "a:share=2"})), AllOf(HasSubstr("pool.a.share"), HasSubstr("'1' and '2'")));
+  EXPECT_THAT(refusal(read({}, {"NEEDLE_POOLS=a:share=1;a:share=1"})), HasSubstr("pool.a.share"));
+  EXPECT_TRUE(read({"--pool", "a:share=1", "--pool", "a:index_k=fp8"}).ok());
+  EXPECT_TRUE(read({"--attach-uids=1", "--attach-uids=2"}).ok());
+}
+
 TEST(Options, a_count_is_digits_alone) {
   for (const char* text : {" 1", "1 ", "+1", "", "-", "0x1", "1e3", "--1"}) {
     EXPECT_THAT(refusal(read({std::string("--topk-threads=") + text})), HasSubstr("whole number")) << text;
