@@ -121,10 +121,17 @@ Lease::~Lease() {
   if (session_ != nullptr) static_cast<void>(release());
 }
 
+// A refusal for want of rights or pages is counted, whichever way a read learnt of it.
+static absl::Status counted(Session& session, absl::Status status) {
+  const std::optional<ErrorCode> code = error_code(status);
+  if (code == ErrorCode::kStale || code == ErrorCode::kLeaseExpired || code == ErrorCode::kEpochChanged) session.count_stale_read();
+  return status;
+}
+
 absl::Status Lease::recheck() const {
   if (session_ == nullptr) return make_error(ErrorCode::kConsumed, "the lease was released");
   absl::StatusOr<uint64_t> now = session_->lease_now(id_);
-  if (!now.ok()) return now.status();
+  if (!now.ok()) return counted(*session_, now.status());
   v1::RecheckRequest request;
   request.set_lease(*now);
   const auto add = [&](PoolKind kind, const PageId& page) {
@@ -136,7 +143,7 @@ absl::Status Lease::recheck() const {
   for (const PageId& page : pages_.window) add(PoolKind::kWindow, page);
   add(PoolKind::kState, pages_.state);
   v1::Empty reply;
-  return session_->call(&v1::Needle::Stub::Recheck, request, &reply, session_->call_ms());
+  return counted(*session_, session_->call(&v1::Needle::Stub::Recheck, request, &reply, session_->call_ms()));
 }
 
 absl::Status Lease::release() {
@@ -769,7 +776,7 @@ absl::StatusOr<TopkAnswer> Client::read_topk(const Pages& pages, const TopkQuery
   if (queries == 0) return answer;
 
   absl::StatusOr<Launch> open = launch();
-  if (!open.ok()) return open.status();
+  if (!open.ok()) return counted(*session_, open.status());
   const std::vector<int32_t> table = pages.paged_ids();
   const int64_t entries = entries_complete(pages.tokens, part.ratio);
   std::vector<int32_t> visible(static_cast<size_t>(queries));
@@ -839,7 +846,7 @@ absl::StatusOr<std::vector<uint16_t>> Client::read_entries(const Pages& pages, i
     }
   }
   absl::StatusOr<Launch> open = launch();
-  if (!open.ok()) return open.status();
+  if (!open.ok()) return counted(*session_, open.status());
   const std::vector<int32_t> table = pages.paged_ids();
   const int64_t values = read_entry_values(part.element, part.head_dim);
   std::vector<uint16_t> out(entries.size() * static_cast<size_t>(values));
@@ -857,8 +864,8 @@ absl::StatusOr<std::vector<uint16_t>> Client::read_entries(const Pages& pages, i
   args.report = &report;
   if (absl::Status status = read_entries_cpu(args, best_cpu_isa(), workers); !status.ok()) return status;
   if (report.status != 0) {
-    return make_error(ErrorCode::kStale,
-                      absl::StrCat(report.absent_entries, " of ", entries.size(), " entries have no page any more; acquire anew"));
+    return counted(*session_, make_error(ErrorCode::kStale, absl::StrCat(report.absent_entries, " of ", entries.size(),
+                                                                         " entries have no page any more; acquire anew")));
   }
   return out;
 }

@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
@@ -399,6 +400,7 @@ absl::Status Session::receive_welcome(bool again, const std::vector<attach::Page
   for (const auto& [pool, chunk] : gone) unmap_chunk(pool, chunk);
   MutexLock hold(mutex_);
   state_ = State::kLive;
+  counters()->stale_reads.fetch_add(std::exchange(stale_reads_waiting_, 0), std::memory_order_relaxed);
   cause_.clear();
   changed_.notify_all();
   return absl::OkStatus();
@@ -717,6 +719,15 @@ std::string Session::node() const {
 std::string Session::build() const {
   MutexLock hold(mutex_);
   return build_;
+}
+// The daemon closes a session's counters when it has acknowledged, which is just when reads are refused.
+void Session::count_stale_read() {
+  MutexLock hold(mutex_);
+  if (state_ == State::kLive) {
+    counters()->stale_reads.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    ++stale_reads_waiting_;
+  }
 }
 attach::ReadCounters* Session::counters() const { return counters_.load(std::memory_order_acquire); }
 

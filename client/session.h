@@ -62,6 +62,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::string node() const;
   std::string build() const;
   attach::ReadCounters* counters() const;  // null until mapped
+  void count_stale_read();                 // a read that was refused because its rights are gone
 
   // ---- launches
   absl::Status begin_launch(uint64_t& launch);
@@ -158,6 +159,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<Retirement> retirements_ ABSL_GUARDED_BY(mutex_);
   std::set<std::pair<uint32_t, uint32_t>> mapped_ ABSL_GUARDED_BY(mutex_);  // (pool, chunk)
   std::deque<Ending> endings_ ABSL_GUARDED_BY(mutex_);                      // asked for and not answered
+  uint64_t stale_reads_waiting_ ABSL_GUARDED_BY(mutex_) = 0;                // counted when there is a session to count them in
   bool pausing_ ABSL_GUARDED_BY(mutex_) = false;                            // a re-attach waits for launches, or is under way
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::atomic<uint64_t> rights_{0};

@@ -33,7 +33,7 @@ struct ReadCounters {
   std::atomic<uint64_t> bytes_read;  // of index-K
   std::atomic<uint64_t> nan_scores;
   std::atomic<uint64_t> absent_entries;
-  std::atomic<uint64_t> stale_reads;    // refused because the rights had been revoked
+  std::atomic<uint64_t> stale_reads;    // refused, or their answer was: rights or pages were gone
   std::atomic<uint64_t> exact_rescans;  // OpReport::fallbacks
   std::atomic<uint64_t> stores;         // store_* launches, as the engine counts them
   std::atomic<uint64_t> rows_stored;

@@ -57,7 +57,7 @@ const std::vector<MetricRow>& metric_table() {
       {"needle_read_nan_scores_total", T::kCounter, "", "Scores that were NaN.", "Is a key or a query broken?"},
       {"needle_read_absent_entries_total", T::kCounter, "", "Visible entries whose page was absent.", "Is a page table wrong?"},
       {"needle_read_stale_total", T::kCounter, "",
-       "Reads refused because rights had been revoked; the client library does not count them yet.",
+       "Reads in clients' own processes that were refused, or whose answer was, because rights or pages were gone.",
        "Are readers too slow for their leases?"},
       {"needle_read_exact_rescans_total", T::kCounter, "", "Times that the fast selection gave up and the exact one answered.",
        "Does the selection's fast path fit the scores?"},

@@ -1,8 +1,11 @@
 // What operators see, from real daemons under load: the occupancy identity at every scrape, and a real Prometheus.
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <sys/un.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <map>
 #include <sstream>
 
@@ -126,6 +129,161 @@ TEST(Metrics, what_an_engine_reads_in_its_own_process_is_counted_at_the_daemon) 
   EXPECT_EQ(series(text, "needle_reads_total"), 3);
   EXPECT_EQ(series(text, "needle_read_queries_total"), 6);
   EXPECT_GT(series(text, "needle_read_entries_total"), 0);
+}
+
+// Connections that never finish a request, as a port scanner or a hung proxy leaves them.
+TEST(Metrics, four_hundred_half_open_connections_do_not_hold_up_a_scrape) {
+  Folder folder;
+  DaemonProcess daemon(folder, "one", DaemonProcess::default_config());
+  daemon.add_argument("--transport-kind=none");
+  daemon.start();
+  std::vector<int> half_open;
+  for (int i = 0; i < 400; ++i) {
+    const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<uint16_t>(daemon.metrics_port()));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+    if (i % 2 == 0) {
+      ASSERT_EQ(::send(fd, "GET /met", 8, MSG_NOSIGNAL), 8);
+    }
+    half_open.push_back(fd);
+  }
+  const double begin = steady_seconds();
+  EXPECT_EQ(series(get(daemon.metrics_port(), "/metrics"), "needle_up"), 1);
+  EXPECT_LT(steady_seconds() - begin, 4) << "less than the time in which half a request may be finished";
+  for (int fd : half_open) ::close(fd);
+}
+
+// The names and types of monitoring/METRICS.md.
+std::map<std::string, std::string> documented_metrics() {
+  std::ifstream stream(NEEDLE_SOURCE_DIR "/monitoring/METRICS.md");
+  std::map<std::string, std::string> types;
+  for (std::string line; std::getline(stream, line);) {
+    const size_t end = line.find("` | ");
+    if (line.rfind("| `needle_", 0) == 0 && end != std::string::npos)
+      types[line.substr(3, end - 3)] = line.substr(end + 4, line.find(' ', end + 4) - end - 4);
+  }
+  return types;
+}
+
+// The largest value that each documented metric ever had; a histogram's is its count.
+class Seen {
+ public:
+  void scrape(const DaemonProcess& daemon) {
+    std::istringstream lines(get(daemon.metrics_port(), "/metrics"));
+    for (std::string line; std::getline(lines, line);) {
+      if (line.empty() || line[0] == '#') continue;
+      std::string name = line.substr(0, line.find_first_of("{ "));
+      const size_t count = name.rfind("_count");
+      if (count != std::string::npos && count + 6 == name.size()) name.resize(count);
+      const double value = std::stod(line.substr(line.rfind(' ')));
+      const auto found = largest_.emplace(name, value).first;
+      found->second = std::max(found->second, value);
+    }
+  }
+  bool has(const std::string& name) const { return largest_.count(name) > 0; }
+  double largest(const std::string& name) const { return has(name) ? largest_.at(name) : 0; }
+
+ private:
+  std::map<std::string, double> largest_;
+};
+
+TEST(Metrics, every_documented_metric_is_produced_and_every_counter_counts) {
+  Folder folder;
+  DaemonProcess one(folder, "one", DaemonProcess::default_config());
+  DaemonProcess two(folder, "two", DaemonProcess::default_config());
+  one.know_peer(two);
+  two.know_peer(one);
+  one.start();
+  two.start();
+  ASSERT_TRUE(eventually(20, [&] { return one.peer_is("two", "up") && two.peer_is("one", "up"); }));
+  Seen seen;
+  CallerThread here;
+
+  // A caller that says nothing, and one that asks for a pool that isn't there.
+  const int silent = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::strncpy(address.sun_path, one.attach_socket().c_str(), sizeof address.sun_path - 1);
+  ASSERT_EQ(::connect(silent, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  client::AttachOptions wrong = one.attach_options();
+  wrong.pool_set = "nowhere";
+  EXPECT_FALSE(Client::attach(wrong).ok());
+
+  // Keys that are NaN, in a row so long that the fast selection looks for a threshold and finds none.
+  const std::unique_ptr<Client> engine = one.attach("engine");
+  constexpr int64_t kTokens = 40 * kPage;
+  absl::StatusOr<Ticket> ticket = engine->reserve(SequenceId(7), kTokens);
+  ASSERT_TRUE(ticket.ok()) << ticket.status();
+  const MutableLayerView keys = *engine->writable_layer(PoolKind::kPaged, 0, 0);
+  for (const PageId& page : ticket->pages().paged) {
+    auto* values = reinterpret_cast<uint16_t*>(keys.base + keys.page_stride * page.index.value());
+    std::fill_n(values, int64_t{keys.slots_per_page} * keys.head_dim, uint16_t{0x7fc0});
+  }
+  OpReport stored{};
+  stored.skipped_rows = 3;
+  engine->count_store(kTokens, stored);
+  ASSERT_TRUE(ticket->seal(kTokens, {}, here).ok());
+  EXPECT_FALSE(engine->acquire(SequenceId(8)).ok());
+  absl::StatusOr<Lease> lease = engine->acquire(SequenceId(7));
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  constexpr int kHeads = 64;
+  const std::vector<uint16_t> q(size_t{kHeads} * 128, 0x3f80);
+  const std::vector<float> weights(kHeads, 1.0f);
+  const std::vector<int64_t> positions = {kTokens - 1};
+  client::TopkQuery query;
+  query.q = q;
+  query.head_weights = weights;
+  query.positions = positions;
+  query.heads = kHeads;
+  query.prepared = true;
+  query.k = 16;
+  ASSERT_TRUE(engine->read_topk(lease->pages(), query, here).ok());
+  client::Pages holes = lease->pages();
+  holes.paged[3] = PageId();
+  ASSERT_TRUE(engine->read_topk(holes, query, here).ok());
+
+  // A reader that is stopped until its rights are gone learns of it when it looks again.
+  ClientProcess reader(folder, "reader");
+  reader.expect_ok("attach " + one.attach_socket() + " ro");
+  reader.expect_ok("acquire 7");
+  lease->release().IgnoreError();
+  reader.kill(SIGSTOP);
+  EXPECT_TRUE(eventually(20, [&] {
+    seen.scrape(one);
+    return seen.largest("needle_session_pinned_pages") > 0;
+  }));
+  reader.kill(SIGCONT);
+  EXPECT_NE(reader.ask("recheck").find("STALE"), std::string::npos);
+
+  // A ship that arrives, and one whose source has just died.
+  {
+    const std::unique_ptr<Client> decode = two.attach("decode");
+    absl::StatusOr<client::Ship> ship = decode->ship("one", SequenceId(7), 20'000);
+    ASSERT_TRUE(ship.ok()) << ship.status();
+    EXPECT_TRUE(ship->wait().ok());
+  }
+  seen.scrape(two);
+  two.kill(SIGKILL);
+  two.wait();
+  absl::StatusOr<client::Ship> lost = engine->ship("two", SequenceId(7), 20'000);
+
+  EXPECT_TRUE(eventually(20, [&] {
+    seen.scrape(one);
+    return seen.largest("needle_attach_hellos_overdue_total") > 0 && seen.largest("needle_read_stale_total") > 0 &&
+           seen.largest("needle_peer_messages_dropped_total") > 0;
+  }));
+  ::close(silent);
+  const std::map<std::string, std::string> documented = documented_metrics();
+  EXPECT_GT(documented.size(), 40u);
+  for (const auto& [name, type] : documented) {
+    EXPECT_TRUE(seen.has(name)) << name << " was never in a scrape";
+    if (type == "counter" || type == "histogram") {
+      EXPECT_GT(seen.largest(name), 0) << name << ": nothing that happened here counted in it";
+    }
+  }
 }
 
 TEST(Metrics, a_real_prometheus_scrapes_both_daemons) {
