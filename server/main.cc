@@ -3,6 +3,7 @@
 // Exit codes: 0 a clean end; 1 a configuration error (the message names it); 2 it could not start; 3 a drain that was cut
 // off at its deadline.
 #include <fcntl.h>
+#include <malloc.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
@@ -17,7 +18,6 @@
 #include <exception>
 #include <filesystem>
 #include <new>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -30,20 +30,18 @@
 #include "proto/attach.h"
 #include "proto/errors.h"
 #include "server/daemon_options.h"
+#include "server/listen_address.h"
 #include "server/memory/descriptor_store.h"
 #include "server/memory/host_memory.h"
 #include "server/memory/keeper.h"
 #include "server/metrics.h"
 #include "server/node.h"
 #include "server/node_plan.h"
-#include "server/pool/resize_policy.h"
 
 extern char** environ;
 
 namespace needle::server {
 namespace {
-
-constexpr int64_t kOwnFiles = 64;  // 42 were open without chunks or clients
 
 // What std::thread and new throw where a limit of the process refuses them; anything else is a bug and leaves a core.
 void end_of_exception() {
@@ -164,19 +162,17 @@ int run_keeper(const NodePlan& plan, const std::string& choice, int signals, Log
   return 0;
 }
 
-// UCX and gRPC abort where a descriptor that they need at start is refused, so the count is looked at before they start.
-absl::Status check_open_files(const NodePlan& plan, int64_t limit) {
-  int64_t chunks = 0;
-  for (const PoolSetOptions& set : plan.core.sets) {
-    const auto targets = chunk_targets(set.budget_bytes, set.ratios, set.shapes);
-    if (!targets.ok()) return targets.status();
-    chunks = std::accumulate(targets->begin(), targets->end(), chunks);
-  }
-  const int64_t needed = 2 * chunks + kOwnFiles;
-  if (limit >= needed) return absl::OkStatus();
-  return make_error(ErrorCode::kMemory,
-                    absl::StrCat("the limit of open files is ", limit, " and ", needed, " are needed: two a chunk for ", chunks,
-                                 " chunks, and ", kOwnFiles, "; raise it (ulimit -n, LimitNOFILE) or memory.chunk_bytes"));
+int64_t limit_of(int resource) {
+  rlimit limit{RLIM_INFINITY, RLIM_INFINITY};
+  (void)::getrlimit(static_cast<__rlimit_resource_t>(resource), &limit);
+  return limit.rlim_cur > rlim_t{INT64_MAX} ? INT64_MAX : static_cast<int64_t>(limit.rlim_cur);
+}
+
+// Addresses of this machine must be ones; a peer's name may come to be known later.
+absl::Status check_addresses(const DaemonOptions& options, const NodePlan& plan) {
+  if (absl::Status status = check_listen_address("listen.grpc", plan.grpc_address); !status.ok()) return status;
+  if (absl::Status status = check_listen_address("listen.metrics", plan.metrics_address); !status.ok()) return status;
+  return options.listen_advertise.empty() ? absl::OkStatus() : check_resolves("listen.advertise", options.listen_advertise);
 }
 
 int run_node(const ParsedOptions& parsed, const NodePlan& plan, DescriptorStore& store, std::vector<KeptDescriptor> kept,
@@ -225,13 +221,11 @@ int main_of(const std::vector<std::string>& arguments) {
     files.rlim_cur = files.rlim_max;
     ::setrlimit(RLIMIT_NOFILE, &files);
   }
-  const int64_t files_max = files.rlim_cur > rlim_t{INT64_MAX} ? INT64_MAX : static_cast<int64_t>(files.rlim_cur);
+  const ProcessLimits limits{limit_of(RLIMIT_NOFILE), limit_of(RLIMIT_AS), ::sysconf(_SC_NPROCESSORS_ONLN)};
+  // A heap reserves 64 MiB of addresses, and threads that meet in malloc get new ones: how much is needed would be chance.
+  if (limits.address_bytes != INT64_MAX) ::mallopt(M_ARENA_MAX, 2);
 
-  Surroundings surroundings;
-  char host[256] = "";
-  ::gethostname(host, sizeof(host) - 1);
-  surroundings.host_name = host;
-  surroundings.xdg_runtime_dir = variable("XDG_RUNTIME_DIR");
+  Surroundings surroundings = surroundings_here();
   surroundings.available_bytes = available_memory_bytes();
 
   const std::string notify_socket = variable("NOTIFY_SOCKET");
@@ -241,7 +235,13 @@ int main_of(const std::vector<std::string>& arguments) {
     if (absl::Status status = check_keeper(options); !status.ok()) return complain(status, 1);
     absl::StatusOr<NodePlan> plan = plan_node(options, surroundings);
     if (!plan.ok()) return complain(plan.status(), 1);
+    if (absl::Status status = check_addresses(options, *plan); !status.ok()) return complain(status, 1);
     std::fputs(describe(*plan).c_str(), stdout);
+    for (const std::string& peer : options.peers) {
+      const absl::StatusOr<PeerName> named = parse_peer(peer);
+      const absl::Status known = named.ok() ? check_resolves("peers.static", named->address) : named.status();
+      if (!known.ok()) std::printf("for now, %s\n", std::string(known.message()).c_str());
+    }
     for (const OptionProvenance& row : parsed->provenance) {
       if (row.source != "default") std::printf("%s = %s  (%s)\n", row.name.c_str(), row.value.c_str(), row.source.c_str());
     }
@@ -249,9 +249,9 @@ int main_of(const std::vector<std::string>& arguments) {
   }
 
   // Only its places count here: the folder is where a keeper listens, and what the keeper kept counts as available below.
-  absl::StatusOr<NodePlan> places = plan_node(options, {.available_bytes = std::max(options.memory_bytes, 64 * kGiB),
-                                                        .host_name = surroundings.host_name,
-                                                        .xdg_runtime_dir = surroundings.xdg_runtime_dir});
+  Surroundings roomy = surroundings;
+  roomy.available_bytes = std::max(options.memory_bytes, 64 * kGiB);
+  absl::StatusOr<NodePlan> places = plan_node(options, roomy);
   if (!places.ok()) return complain(places.status(), 1);
   if (absl::Status status = make_runtime_dir(places->runtime_dir, !options.attach_uids.empty()); !status.ok()) return complain(status, 2);
   if (parsed->action == OptionAction::kKeeper) return run_keeper(*places, options.memory_keeper, signals.get(), log);
@@ -273,7 +273,8 @@ int main_of(const std::vector<std::string>& arguments) {
   }
   absl::StatusOr<NodePlan> plan = plan_node(options, surroundings);
   if (!plan.ok()) return complain(plan.status(), 1);
-  if (absl::Status status = check_open_files(*plan, files_max); !status.ok()) return complain(status, 2);
+  if (absl::Status status = check_addresses(options, *plan); !status.ok()) return complain(status, 1);
+  if (absl::Status status = check_limits(*plan, limits); !status.ok()) return complain(status, 2);
   return run_node(*parsed, *plan, *store, std::move(kept), systemd, signals.get(), log);
 }
 

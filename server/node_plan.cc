@@ -1,16 +1,27 @@
 #include "server/node_plan.h"
 
+#include <sys/un.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cctype>
+#include <cstdlib>
+#include <fstream>
 #include <numeric>
+#include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "base/units.h"
 #include "kernels/format_set.h"
 #include "proto/attach.h"
 #include "proto/errors.h"
+#include "server/core.h"
 #include "server/membership/node_id.h"
+#include "server/pool/resize_policy.h"
 
 namespace needle::server {
 
@@ -60,6 +71,38 @@ int64_t chunk_bytes_for(int64_t wanted, int64_t budget_bytes, int64_t page_bytes
   return std::max(chunk, round_up(4 * page_bytes, kChunkUnit));
 }
 
+constexpr int64_t kSocketPathMax = static_cast<int64_t>(sizeof(sockaddr_un::sun_path)) - 1;
+constexpr int64_t kOwnFiles = 64;  // 42 were open without chunks or clients
+// Libraries, twenty threads' stacks, two heaps: 305 MiB were mapped beside the pools' ranges on a machine of two processors, idle.
+// Without the bound on heaps (main.cc) it was 1,200, and a thread that could not be had ended the process in one start of three.
+constexpr int64_t kOwnAddressBytes = 512 * kMiB;
+constexpr int64_t kAddressBytesAProcessor = 16 * kMiB;  // gRPC keeps threads by processors: stacks of 8 MiB
+
+// Nodes as the kernel lists them: "0-1,4".
+std::vector<int> numa_nodes_here() {
+  std::ifstream stream("/sys/devices/system/node/online");
+  std::string text;
+  std::getline(stream, text);
+  std::vector<int> nodes;
+  for (absl::string_view part : absl::StrSplit(text, ',', absl::SkipEmpty())) {
+    const std::pair<absl::string_view, absl::string_view> ends = absl::StrSplit(part, absl::MaxSplits('-', 1));
+    int first = 0;
+    int last = 0;
+    if (!absl::SimpleAtoi(ends.first, &first)) return {};
+    if (ends.second.empty()) last = first;
+    if (!ends.second.empty() && !absl::SimpleAtoi(ends.second, &last)) return {};
+    for (int node = first; node <= last && node < 1024; ++node) nodes.push_back(node);
+  }
+  return nodes;
+}
+
+absl::Status check_socket_path(const char* option, const std::string& value, const std::string& path) {
+  const auto bytes = static_cast<int64_t>(path.size());
+  if (bytes <= kSocketPathMax) return absl::OkStatus();
+  return make_error(ErrorCode::kInvalid, absl::StrCat("option ", option, ": '", value, "' makes the socket path '", path, "' of ", bytes,
+                                                      " bytes, the limit is ", kSocketPathMax, "; choose a shorter one"));
+}
+
 std::string plain_name(const std::string& host) {
   std::string name;
   for (char c : host.substr(0, 50)) {
@@ -70,6 +113,46 @@ std::string plain_name(const std::string& host) {
 }
 
 }  // namespace
+
+Surroundings surroundings_here() {
+  Surroundings here;
+  char host[256] = "";
+  ::gethostname(host, sizeof(host) - 1);
+  here.host_name = host;
+  const char* runtime = std::getenv("XDG_RUNTIME_DIR");
+  here.xdg_runtime_dir = runtime == nullptr ? "" : runtime;
+  here.numa_nodes = numa_nodes_here();
+  return here;
+}
+
+// UCX and gRPC abort where a descriptor or an address range that they need at start is refused.
+absl::Status check_limits(const NodePlan& plan, const ProcessLimits& limits) {
+  int64_t chunks = 0;
+  int64_t ranges = 0;
+  for (const PoolSetOptions& set : plan.core.sets) {
+    const auto targets = chunk_targets(set.budget_bytes, set.ratios, set.shapes);
+    if (!targets.ok()) return targets.status();
+    chunks = std::accumulate(targets->begin(), targets->end(), chunks);
+  }
+  for (const PoolShape& shape : plan.shapes) ranges += shape.page_bytes == 0 ? 0 : shape.chunk_bytes * shape.chunks_max;
+  const int64_t files = 2 * chunks + kOwnFiles;
+  if (limits.open_files < files) {
+    return make_error(ErrorCode::kMemory,
+                      absl::StrCat("the limit of open files is ", limits.open_files, " and ", files, " are needed: two a chunk for ",
+                                   chunks, " chunks, and ", kOwnFiles, "; raise it (ulimit -n, LimitNOFILE) or memory.chunk_bytes"));
+  }
+  const int64_t metadata = Core::metadata_bytes(plan.core);
+  const int64_t own = kOwnAddressBytes + limits.processors * kAddressBytesAProcessor;
+  const int64_t addresses = ranges + metadata + plan.scratch_bytes + own;
+  if (limits.address_bytes < addresses) {
+    return make_error(ErrorCode::kMemory,
+                      absl::StrCat("the limit of address space is ", limits.address_bytes / kMiB, " MiB and ", div_ceil(addresses, kMiB),
+                                   " MiB are needed: ", ranges / kMiB, " for the pools up to memory.bytes_max, ",
+                                   (metadata + plan.scratch_bytes) / kMiB, " for records and scratch, ", own / kMiB,
+                                   " for the daemon itself; raise it (ulimit -v, LimitAS) or lower memory.bytes_max"));
+  }
+  return absl::OkStatus();
+}
 
 absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundings& surroundings) {
   NodePlan plan;
@@ -83,6 +166,19 @@ absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundi
   plan.advertise_address = !options.listen_advertise.empty() ? options.listen_advertise : plan.grpc_address;
   if (plan.grpc_address == plan.metrics_address) {
     return make_error(ErrorCode::kInvalid, absl::StrCat("options listen.grpc and listen.metrics are both ", plan.grpc_address));
+  }
+
+  const char* const dir_option = options.node_runtime_dir.empty() ? "node.runtime_dir (from XDG_RUNTIME_DIR)" : "node.runtime_dir";
+  for (const char* name : {attach::kAttachSocketName, attach::kGrpcSocketName, attach::kKeeperSocketName}) {
+    const absl::Status fits = check_socket_path(dir_option, plan.runtime_dir, plan.runtime_dir + "/" + name);
+    if (!fits.ok()) return fits;
+  }
+  const absl::Status keeper_fits = check_socket_path("memory.keeper", options.memory_keeper, options.memory_keeper);
+  if (!keeper_fits.ok()) return keeper_fits;
+  const std::vector<int>& nodes = surroundings.numa_nodes;
+  if (options.memory_numa_node >= 0 && !nodes.empty() && std::count(nodes.begin(), nodes.end(), options.memory_numa_node) == 0) {
+    return make_error(ErrorCode::kInvalid, absl::StrCat("option memory.numa_node: this machine has no node ", options.memory_numa_node,
+                                                        "; it has ", absl::StrJoin(nodes, ", "), ", and -1 binds to none"));
   }
 
   const int64_t available = surroundings.available_bytes;

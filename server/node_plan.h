@@ -10,6 +10,8 @@
 //  1. Every chunk holds at least one page of its kind; every kind gets at least one chunk, or the plan is refused with the
 //     numbers that would do.
 //  2. The sum of all budgets and scratch never exceeds the budget.
+//  3. What a start could only fail at later (a NUMA node that isn't there, a socket path that is too long, a limit of the process)
+//     is refused here, with option, value and limit.
 #pragma once
 
 #include <cstdint>
@@ -51,9 +53,21 @@ struct Surroundings {
   int64_t available_bytes = 0;
   std::string host_name;
   std::string xdg_runtime_dir;  // empty when unset
+  std::vector<int> numa_nodes;  // empty where the kernel doesn't say
 };
 
+// What this machine is, as its kernel says.
+Surroundings surroundings_here();
+
 absl::StatusOr<NodePlan> plan_node(const DaemonOptions& options, const Surroundings& surroundings);
+// Limits of the process, before a library that needs more ends without a word. Bytes and counts; INT64_MAX: none.
+struct ProcessLimits {
+  int64_t open_files = INT64_MAX;
+  int64_t address_bytes = INT64_MAX;
+  int64_t processors = 1;
+};
+absl::Status check_limits(const NodePlan& plan, const ProcessLimits& limits);
+
 std::string describe(const NodePlan& plan);  // for --check-config and the log's first lines
 
 }  // namespace needle::server

@@ -550,6 +550,61 @@ TEST_F(Single, a_keeper_without_a_fixed_budget_is_refused_and_says_what_to_set) 
   EXPECT_NE(said.find("set memory.bytes"), std::string::npos) << said;
 }
 
+// What the daemon says where it ends before it answers.
+std::string refusal_of(DaemonProcess& daemon) {
+  try {
+    daemon.start();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "it started";
+}
+
+TEST_F(Single, a_listen_address_that_does_not_resolve_is_invalid_and_not_a_conflict) {
+  daemon_.replace_argument("--listen-grpc", "no-such-host.invalid:7420");
+  const std::string said = refusal_of(daemon_);
+  EXPECT_NE(said.find("INVALID: option listen.grpc: 'no-such-host.invalid:7420'"), std::string::npos) << said;
+  EXPECT_EQ(WEXITSTATUS(daemon_.wait()), 1);
+}
+
+TEST_F(Single, too_low_a_limit_of_address_space_is_said_before_a_library_aborts) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer maps terabytes";
+#endif
+  daemon_.run_under({"/bin/sh", "-c", "ulimit -v 550000; exec \"$@\"", "sh"});
+  const std::string said = refusal_of(daemon_);
+  EXPECT_NE(said.find("the limit of address space is 537 MiB"), std::string::npos) << said;
+  const int status = daemon_.wait();
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 2) << status;
+  DaemonProcess enough(folder_, "enough", DaemonProcess::default_config());
+  enough.run_under({"/bin/sh", "-c", "ulimit -v 1200000; exec \"$@\"", "sh"});
+  EXPECT_NO_THROW(enough.start());
+}
+
+TEST_F(Single, a_configuration_check_refuses_what_a_start_would_stumble_over) {
+  const auto check = [&](const std::string& flag) {
+    const std::filesystem::path out = folder_.path() / "check.out";
+    std::filesystem::remove(out);
+    const pid_t pid = spawn({NEEDLE_NEEDLED, "--check-config", "--memory-bytes=1G", flag}, -1, -1, out.string());
+    int status = 0;
+    ::waitpid(pid, &status, 0);
+    std::ifstream stream(out);
+    return std::to_string(WEXITSTATUS(status)) + " " + std::string(std::istreambuf_iterator<char>(stream), {});
+  };
+  for (const auto& [flag, words] : std::vector<std::pair<std::string, std::string>>{
+           {"--listen-grpc=no-such-host.invalid:1", "1 needled: INVALID: option listen.grpc: 'no-such-host.invalid:1'"},
+           {"--listen-metrics=192.0.2.1:1", "1 needled: INVALID: option listen.metrics: cannot listen at '192.0.2.1:1'"},
+           {"--listen-advertise=no-such-host.invalid:1", "1 needled: INVALID: option listen.advertise: 'no-such-host.invalid:1'"},
+           {"--memory-numa-node=1023", "1 needled: INVALID: option memory.numa_node: this machine has no node 1023"},
+           {"--node-runtime-dir=/run/" + std::string(120, 'a'), "1 needled: INVALID: option node.runtime_dir: '/run/aaa"},
+       }) {
+    EXPECT_EQ(check(flag).rfind(words, 0), 0u) << check(flag);
+  }
+  const std::string later = check("--peer=p=no-such-host.invalid:1");  // a peer's name may come to be known
+  EXPECT_EQ(later.rfind("0 ", 0), 0u) << later;
+  EXPECT_NE(later.find("for now, INVALID: option peers.static: 'no-such-host.invalid:1'"), std::string::npos) << later;
+}
+
 TEST_F(Single, metrics_are_served_and_the_states_sum_up) {
   daemon_.start();
   const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);

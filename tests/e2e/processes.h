@@ -22,6 +22,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <memory>
 #include <set>
 #include <stdexcept>
@@ -116,6 +117,8 @@ class DaemonProcess {
   }
 
   void add_argument(const std::string& argument) { extra_.push_back(argument); }
+  // Takes the place of what start() would say for this flag: a value is given once.
+  void replace_argument(const std::string& flag, const std::string& value) { replaced_[flag] = value; }
   void run_under(std::vector<std::string> launcher) { launcher_ = std::move(launcher); }  // which execs the daemon in its place
   void know_peer(const DaemonProcess& peer) { add_argument("--peer=" + peer.name_ + "=" + peer.grpc_address()); }
 
@@ -131,6 +134,9 @@ class DaemonProcess {
                                           grpc_address(),
                                           "--listen-metrics",
                                           host_ + ":" + std::to_string(metrics_port_)};
+    for (size_t i = 0; i + 1 < arguments.size(); ++i) {
+      if (replaced_.count(arguments[i]) > 0) arguments[i + 1] = replaced_.at(arguments[i]);
+    }
     arguments.insert(arguments.end(), extra_.begin(), extra_.end());
     arguments.insert(arguments.begin(), launcher_.begin(), launcher_.end());
     pid_ = spawn(arguments, -1, -1, (folder_ / "needled.log").string());
@@ -260,6 +266,7 @@ class DaemonProcess {
   int metrics_port_;
   std::vector<std::string> launcher_;
   std::vector<std::string> extra_;
+  std::map<std::string, std::string> replaced_;
   pid_t pid_ = -1;
 };
 

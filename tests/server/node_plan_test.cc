@@ -9,6 +9,7 @@
 #include "base/units.h"
 #include "kernels/format_set.h"
 #include "proto/errors.h"
+#include "server/listen_address.h"
 #include "server/membership/advertised_host.h"
 #include "server/pool/resize_policy.h"
 
@@ -21,7 +22,8 @@ using ::testing::HasSubstr;
 absl::StatusOr<NodePlan> plan_of(const std::vector<std::string>& arguments, int64_t available = 24 * kGiB) {
   absl::StatusOr<ParsedOptions> parsed = parse_options(arguments, {});
   EXPECT_TRUE(parsed.ok()) << parsed.status();
-  return plan_node(parsed->options, {.available_bytes = available, .host_name = "Host.Example", .xdg_runtime_dir = "/run/user/1000"});
+  return plan_node(parsed->options,
+                   {.available_bytes = available, .host_name = "Host.Example", .xdg_runtime_dir = "/run/user/1000", .numa_nodes = {}});
 }
 
 std::string refusal(const absl::StatusOr<NodePlan>& plan) {
@@ -125,6 +127,53 @@ TEST(NodePlan, a_format_from_a_file_takes_the_place_of_the_model) {
 TEST(NodePlan, address_ranges_of_too_many_chunks_name_the_options_and_the_remedy) {
   EXPECT_THAT(refusal(plan_of({"--memory-bytes=64M", "--memory-bytes-max=16T"})),
               AllOf(HasSubstr("memory.bytes_max"), HasSubstr("1048576"), HasSubstr("raise memory.chunk_bytes")));
+}
+
+TEST(NodePlan, a_socket_path_that_no_socket_takes_is_refused_with_key_value_and_limit) {
+  const std::string deep = "/run/" + std::string(100, 'a');
+  EXPECT_THAT(refusal(plan_of({"--node-runtime-dir=" + deep})),
+              AllOf(HasSubstr("node.runtime_dir"), HasSubstr(deep), HasSubstr("limit is 107")));
+  EXPECT_THAT(refusal(plan_of({"--memory-keeper=" + deep + "/keeper", "--memory-bytes=1G"})),
+              AllOf(HasSubstr("memory.keeper"), HasSubstr("limit is 107")));
+  const std::string fits = "/run/" + std::string(107 - 5 - 12, 'a');  // and "/attach.sock"
+  EXPECT_TRUE(plan_of({"--node-runtime-dir=" + fits}).ok());
+  EXPECT_FALSE(plan_of({"--node-runtime-dir=" + fits + "a"}).ok());
+}
+
+TEST(NodePlan, a_numa_node_that_this_machine_lacks_is_refused_with_those_that_it_has) {
+  const auto plan_on = [](const char* flag, std::vector<int> nodes) {
+    return plan_node(parse_options({flag}, {})->options,
+                     {.available_bytes = 24 * kGiB, .host_name = "h", .xdg_runtime_dir = "/run", .numa_nodes = std::move(nodes)});
+  };
+  EXPECT_THAT(refusal(plan_on("--memory-numa-node=3", {0, 1})), AllOf(HasSubstr("memory.numa_node"), HasSubstr("3"), HasSubstr("0, 1")));
+  EXPECT_TRUE(plan_on("--memory-numa-node=1", {0, 1}).ok());
+  EXPECT_TRUE(plan_on("--memory-numa-node=-1", {0}).ok());
+  EXPECT_TRUE(plan_on("--memory-numa-node=3", {}).ok()) << "where the kernel doesn't say, the start will";
+}
+
+TEST(NodePlan, limits_of_the_process_that_are_too_low_are_named_with_what_is_needed) {
+  const absl::StatusOr<NodePlan> plan = plan_of({"--memory-bytes=1G"});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  const auto limits = [](int64_t files, int64_t addresses) {
+    return ProcessLimits{.open_files = files, .address_bytes = addresses, .processors = 8};
+  };
+  EXPECT_TRUE(check_limits(*plan, {}).ok());
+  const std::string files(check_limits(*plan, limits(100, INT64_MAX)).message());
+  EXPECT_THAT(files, AllOf(HasSubstr("open files is 100"), HasSubstr("ulimit -n")));
+  const std::string addresses(check_limits(*plan, limits(INT64_MAX, kGiB)).message());
+  EXPECT_THAT(addresses, AllOf(HasSubstr("address space is 1024 MiB"), HasSubstr("ulimit -v"), HasSubstr("memory.bytes_max")));
+  EXPECT_TRUE(check_limits(*plan, limits(4096, 16 * kGiB)).ok());
+}
+
+TEST(ListenAddress, must_resolve_and_be_one_of_this_machine) {
+  EXPECT_TRUE(check_listen_address("listen.grpc", "127.0.0.1:7420").ok());
+  EXPECT_TRUE(check_listen_address("listen.grpc", "localhost:7420").ok());
+  EXPECT_TRUE(check_listen_address("listen.grpc", "0.0.0.0:7420").ok());
+  for (const char* address : {"no-such-host.invalid:7420", "192.0.2.1:7420"}) {
+    const absl::Status refused = check_listen_address("listen.grpc", address);
+    EXPECT_TRUE(is_error(refused, ErrorCode::kInvalid)) << refused;
+    EXPECT_THAT(std::string(refused.message()), AllOf(HasSubstr("listen.grpc"), HasSubstr(address)));
+  }
 }
 
 TEST(AdvertisedHost, is_the_numeric_address_of_what_peers_are_told) {
