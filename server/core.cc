@@ -137,6 +137,7 @@ absl::StatusOr<Adopt::Reply> answer(State& s, const Adopt& r) { return adopt::ad
 absl::StatusOr<Nothing> answer(State& s, const ShipStart& r) { return ship::start(s, r); }
 absl::StatusOr<ShipProgress::Reply> answer(State& s, const ShipProgress& r) { return ship::progress(s, r); }
 absl::StatusOr<Nothing> answer(State& s, const ShipCancel& r) { return ship::cancel(s, r); }
+absl::StatusOr<Nothing> answer(State& s, const Forget& r) { return evict::forget(s, r); }
 absl::StatusOr<ResizeProgress> answer(State& s, const Resize& r) { return resize::resize(s, r); }
 absl::StatusOr<ResizeProgress> answer(State& s, const ResizeStatus& r) { return resize::status(s, r); }
 absl::StatusOr<ResizeProgress> answer(State& s, const ResizeAbort& r) { return resize::abort(s, r); }

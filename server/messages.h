@@ -299,6 +299,13 @@ struct ShipCancel {
   SessionId session;
   TicketId ticket;
 };
+// What this session's sealed ticket or ship made is found by nobody from now on; leases on it hold. Asked while its own lease
+// is open, which says that it is still the same. A repeat is fine.
+struct Forget {
+  using Reply = Nothing;
+  SessionId session;
+  TicketId ticket;
+};
 
 // -------------------------------------------------------------------------------------------------------------- operators
 
@@ -516,7 +523,7 @@ using Message =
     std::variant<Call<Attach>, Call<Heartbeat>, Call<Detach>, Call<Acknowledge>, Call<ChunkUnmapped>, SessionLost, ProcessDied,
                  Call<Lookup>, Call<Acquire>, Call<Release>, Call<Recheck>, Call<Reserve>, Call<Extend>, Call<Publish>, Call<Truncate>,
                  Call<SealPages>, Call<SealResumePoint>, Call<Seal>, Call<Forfeit>, Call<Adopt>, Call<ShipStart>, Call<ShipProgress>,
-                 Call<ShipWait>, Call<ShipCancel>, Call<Resize>, Call<ResizeStatus>, Call<ResizeAbort>, Call<Evict>, Call<ListSequences>,
-                 Call<Drain>, Call<Status>, Call<Audit>, PeerMessage, ChunkAllocated, TransportReady, Tick>;
+                 Call<ShipWait>, Call<ShipCancel>, Call<Forget>, Call<Resize>, Call<ResizeStatus>, Call<ResizeAbort>, Call<Evict>,
+                 Call<ListSequences>, Call<Drain>, Call<Status>, Call<Audit>, PeerMessage, ChunkAllocated, TransportReady, Tick>;
 
 }  // namespace needle::server

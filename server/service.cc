@@ -527,6 +527,14 @@ class Service::Impl {
           },
           nothing);
     }
+    ServerUnaryReactor* Forget(CallbackServerContext* context, const v1::TicketRequest* request, v1::Empty*) override {
+      return impl_.session_call(
+          context, Verb::forget,
+          [&](SessionId session) {
+            return server::Forget{session, TicketId(request->ticket())};
+          },
+          nothing);
+    }
 
    private:
     static int64_t nothing(const Nothing&) { return 0; }

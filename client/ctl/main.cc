@@ -5,9 +5,8 @@
 //  2. Exit status: 0 done · 1 refused for good · 2 wrong usage · 3 the daemon cannot be reached · 4 refused for now, retry ·
 //     5 accepted but not finished (a deferred resize). A refusal says the daemon's own words on standard error.
 //  3. What changes something names what it changed. resize has --dry-run.
-//  4. It reads pools through the daemon's RPCs alone: it maps no memory and can break none.
-#include <grpcpp/grpcpp.h>
-#include <sys/random.h>
+//  4. It reads pools through the daemon's RPCs alone: it maps no memory and can break none. probe does (probe.h), and writes
+//     into pages that it reserved for itself and gives back.
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -25,6 +24,8 @@
 #include <thread>
 #include <vector>
 
+#include "client/ctl/daemon.h"
+#include "client/ctl/probe.h"
 #include "proto/attach.h"
 #include "proto/errors.h"
 #include "proto/needle.grpc.pb.h"
@@ -33,87 +34,6 @@ namespace needle {
 namespace {
 
 using nlohmann::json;
-
-enum Exit { kDone = 0, kRefused = 1, kUsage = 2, kUnreachable = 3, kRetryLater = 4, kDeferred = 5 };
-
-constexpr int64_t kCallMs = 5'000;
-
-// A refused call ends the command with the status that its error stands for.
-struct Refusal {
-  int exit = kRefused;
-  std::string message;
-};
-
-uint64_t random_id() {
-  uint64_t id = 0;
-  while (id == 0) {
-    if (getrandom(&id, sizeof id, 0) != sizeof id) throw Refusal{kRefused, "the kernel gives no random numbers"};
-  }
-  return id;
-}
-
-class Daemon {
- public:
-  explicit Daemon(const std::string& target) : target_(target), channel_(grpc::CreateChannel(target, grpc::InsecureChannelCredentials())) {}
-
-  template <class Stub, class Request, class Reply>
-  Reply call(grpc::Status (Stub::*verb)(grpc::ClientContext*, const Request&, Reply*), const Request& request,
-             int64_t deadline_ms = kCallMs) {
-    grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(deadline_ms));
-    if (session_ != 0) {
-      context.AddMetadata(attach::kSessionMetadata, std::to_string(session_));
-      context.AddMetadata(attach::kSecretMetadata, secret_);
-    }
-    Stub stub(channel_);
-    Reply reply;
-    const grpc::Status status = (stub.*verb)(&context, request, &reply);
-    if (status.ok()) return reply;
-    const auto& trailing = context.GetServerTrailingMetadata();
-    const auto name = trailing.find(attach::kErrorMetadata);
-    int exit = kRefused;
-    if (name != trailing.end()) {
-      const std::optional<ErrorCode> code = error_of_name({name->second.data(), name->second.size()});
-      if (code.has_value() && error_row(*code).action == ErrorAction::kRetry) exit = kRetryLater;
-    } else if (status.error_code() == grpc::StatusCode::UNAVAILABLE || status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
-      throw Refusal{kUnreachable,
-                    "no answer from " + target_ + ": " + status.error_message() + ". Is needled running, and is --socket its grpc.sock?"};
-    }
-    const std::string& message = status.error_message();
-    throw Refusal{exit, message.empty() ? "gRPC status " + std::to_string(status.error_code()) + " without a word" : message};
-  }
-
-  // A refused command ends its session too: what it reserved or leased is given back now, not by silence.
-  ~Daemon() {
-    try {
-      close_session();
-    } catch (const Refusal&) {
-      // The command's own outcome is what the operator needs; the session ends by silence.
-    }
-  }
-
-  // Rights of a remote client, for ship and topk. They end with this object or by silence.
-  void open_session(const std::string& pool_set) {
-    v1::OpenSessionRequest request;
-    request.set_pool_set(pool_set);
-    request.set_client("needlectl");
-    const v1::OpenSessionReply reply = call(&v1::Needle::Stub::OpenSession, request);
-    session_ = reply.session();
-    secret_ = reply.secret();
-  }
-
- private:
-  void close_session() {
-    if (session_ == 0) return;
-    call(&v1::Needle::Stub::CloseSession, v1::Empty());
-    session_ = 0;
-  }
-
-  std::string target_;
-  std::shared_ptr<grpc::Channel> channel_;
-  uint64_t session_ = 0;
-  std::string secret_;
-};
 
 // ------------------------------------------------------------------------------------------------------------ printing
 
@@ -536,23 +456,21 @@ int64_t parse_size(const std::string& text) {
   throw Refusal{kUsage, "--bytes wants a size like 512M or 2G, not '" + text + "'"};
 }
 
-int probe(Daemon& daemon, bool as_json, const std::string& peer) {
-  v1::ProbeRequest request;
-  request.set_peer(peer);
-  (void)status_of(daemon);  // a daemon that does not answer is told from a recount that takes its time
-  const v1::ProbeReply reply = daemon.call(&v1::Operator::Stub::Probe, request, 120'000);
+int probe(Daemon& daemon, bool as_json, const ProbeOptions& options) {
   json document = json::array();
   Table table({"step", "passed", "seconds", "detail"});
-  bool passed = true;
-  for (const auto& step : reply.steps()) {
-    passed = passed && step.passed();
-    document.push_back({{"name", step.name()}, {"passed", step.passed()}, {"seconds", step.seconds()}, {"detail", step.detail()}});
+  const ProbeOutcome outcome = probe_node(daemon, options);
+  for (const ProbeStep& step : outcome.steps) {
+    document.push_back({{"name", step.name}, {"passed", step.passed}, {"seconds", step.seconds}, {"detail", step.detail}});
     char seconds[32];
-    std::snprintf(seconds, sizeof seconds, "%.3f", step.seconds());
-    table.row({step.name(), step.passed() ? "yes" : "NO", seconds, step.detail()});
+    std::snprintf(seconds, sizeof seconds, "%.3f", step.seconds);
+    table.row({step.name, step.passed ? "yes" : "NO", seconds, step.detail});
   }
   as_json ? print(document) : table.print();
-  return passed ? kDone : kRefused;
+  for (const ProbeStep& step : outcome.steps) {
+    if (!step.passed) std::fprintf(stderr, "needlectl: step '%s' failed: %s\n", step.name.c_str(), step.detail.c_str());
+  }
+  return outcome.exit;
 }
 
 // CLI11 hands numbers to strtoull, which takes "-1" for the largest id, 010 for 8, and cuts what is too long.
@@ -661,9 +579,11 @@ int run(int argc, char** argv) {
   app.add_subcommand("drain", "take nothing new; what is open goes on to its end");
   app.add_subcommand("audit", "recount everything from scratch and compare");
   app.add_subcommand("options", "every option's value and where it came from");
-  std::string probe_peer;
-  CLI::App* probe_command = app.add_subcommand("probe", "recount the pools and show every health facet");
-  probe_command->add_option("--peer", probe_peer, "with this peer too")->check(is_name);
+  ProbeOptions probe_options;
+  CLI::App* probe_command = app.add_subcommand(
+      "probe", "is it well, end to end? recounts, shows every facet, and stores, seals and selects from a page of its own in each pool");
+  probe_command->add_option("--pool", probe_options.pool, "one pool instead of all")->check(is_name);
+  probe_command->add_option("--peer", probe_options.peer, "ship that page to this peer too, and compare what arrived")->check(is_name);
 
   try {
     app.parse(argc, argv);
@@ -754,7 +674,7 @@ int run(int argc, char** argv) {
     as_json ? print(document) : table.print();
     return kDone;
   }
-  return probe(daemon, as_json, probe_peer);
+  return probe(daemon, as_json, probe_options);
 }
 
 }  // namespace

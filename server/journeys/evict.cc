@@ -4,6 +4,7 @@
 #include <string>
 
 #include "proto/errors.h"
+#include "server/holding.h"
 
 namespace needle::server::evict {
 
@@ -26,6 +27,27 @@ absl::StatusOr<Evict::Reply> evict(State& state, const Evict& request) {
   while (paged.free_pages() - free_before < request.pages && set.catalog->evict_oldest()) {
   }
   return Evict::Reply{paged.free_pages() - free_before};
+}
+
+absl::StatusOr<Nothing> forget(State& state, const Forget& request) {
+  const absl::StatusOr<Session*> live = live_session(state, request.session);
+  if (!live.ok()) return live.status();
+  const Outcome* outcome = state.outcomes.find({request.session, request.ticket.value(), OutcomeKey::kTicket});
+  if (outcome == nullptr || outcome->kind != OutcomeKind::kSealed) {
+    return make_error(ErrorCode::kStale, "ticket " + std::to_string(request.ticket.value()) + " made no sequence in this session lately");
+  }
+  const Lease* lease = state.leases.find(request.session, outcome->lease);
+  if (lease == nullptr) {
+    return make_error(ErrorCode::kStale, "the lease on what ticket " + std::to_string(request.ticket.value()) +
+                                             " made has ended; forgetting comes before the release");
+  }
+  PoolSet& set = state.set(lease->set);
+  const StoredSequence* stored = set.catalog->sequence(outcome->sequence);
+  // Forgotten before, evicted, or replaced by a later sequence of that id: then there is nothing of ours to forget.
+  if (stored == nullptr || !(stored->state == lease->table.state)) return Nothing{};
+  set.catalog->drop_sequence(outcome->sequence);
+  state.probes.hit(Probe::sequence_evicted);
+  return Nothing{};
 }
 
 absl::StatusOr<ListSequences::Reply> list_sequences(State& state, const ListSequences& request) {

@@ -11,6 +11,7 @@
 namespace needle::server::evict {
 
 absl::StatusOr<Evict::Reply> evict(State& state, const Evict& request);
+absl::StatusOr<Nothing> forget(State& state, const Forget& request);
 absl::StatusOr<ListSequences::Reply> list_sequences(State& state, const ListSequences& request);
 absl::StatusOr<Nothing> drain(State& state);
 bool drained(const State& state);

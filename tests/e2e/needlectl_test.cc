@@ -5,6 +5,7 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 
+#include "kernels/format_set.h"
 #include "tests/e2e/processes.h"
 
 namespace needle::testing {
@@ -147,9 +148,107 @@ TEST_F(Needlectl, a_shipped_sequence_is_selected_from) {
   EXPECT_NE(unknown.error.find("99"), std::string::npos) << unknown.error;
   EXPECT_TRUE(eventually(5, [&] { return decode.at_rest() && daemon_.at_rest(); })) << "refused commands left rights behind";
   EXPECT_EQ(run_json(decode, {"clients"}).size(), 0u) << "every command closed its session";
+}
 
-  const json probe = run_json(decode, {"probe", "--peer", "one"});
-  EXPECT_GT(probe.size(), 2u);
+// What an operator counts before and after: pages by state, sequences, sessions.
+std::string accounting(const DaemonProcess& daemon) {
+  v1::StatusReply reply;
+  EXPECT_TRUE(daemon.read_status(reply));
+  std::string text = "sessions " + std::to_string(reply.sessions_size()) + " leases " + std::to_string(reply.leases_open()) + "\n";
+  for (const auto& set : reply.sets()) {
+    text += set.name() + " sequences " + std::to_string(set.sequences()) + " named " + std::to_string(set.named_pages()) + "\n";
+    for (const auto& pool : set.pools()) text += pool.ShortDebugString() + "\n";
+  }
+  return text;
+}
+
+TEST_F(Needlectl, a_probe_stores_selects_and_ships_and_leaves_nothing_behind) {
+  const std::string pools =
+      "[pool.fp8]\nmodel = \"deepseek-v4-flash\"\nindex_k = \"fp8\"\n[pool.v32]\nmodel = \"deepseek-v3.2\"\n"
+      "[pool.fp4]\nmodel = \"raw\"\nindex_k = \"fp4\"\n";
+  const std::string config = DaemonProcess::default_config(512) + pools;
+  DaemonProcess one(folder_, "first", config);
+  DaemonProcess two(folder_, "second", config);
+  one.know_peer(two);
+  two.know_peer(one);
+  one.start();
+  two.start();
+  ASSERT_TRUE(eventually(20, [&] { return one.peer_is("second", "up") && two.peer_is("first", "up"); }));
+  auto engine = one.attach("live-engine");  // a pool that lives: a sequence, a lease and an open ticket
+  store(*engine, 7, 3 * kPage);
+  auto lease = engine->acquire(SequenceId(7));
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  auto open = engine->reserve(SequenceId(8), kPage);
+  ASSERT_TRUE(open.ok()) << open.status();
+  const std::string first_before = accounting(one);
+  const std::string second_before = accounting(two);
+
+  const json probe = run_json(one, {"probe", "--peer", "second"});
+  std::set<std::string> names;
+  for (const json& step : probe) {
+    EXPECT_TRUE(step["passed"]) << step.dump();
+    EXPECT_GE(step["seconds"], 0) << step.dump();
+    names.insert(step["name"]);
+  }
+  EXPECT_EQ(names.size(), probe.size()) << "every step has a name of its own";
+  for (const char* pool : {"default", "fp8", "v32", "fp4"}) {
+    for (const char* step : {"attach ", "room ", "store ", "read_topk ", "read_topk by the daemon ", "clean "}) {
+      EXPECT_EQ(names.count(std::string(step) + pool), 1u) << step << pool;
+    }
+    for (const char* step : {"ship ", "read back ", "clean "}) {
+      EXPECT_EQ(names.count(std::string(step) + pool + " to second"), 1u) << step << pool;
+    }
+  }
+  EXPECT_EQ(names.count("accounting after"), 1u);
+  EXPECT_TRUE(eventually(10, [&] { return accounting(one) == first_before && accounting(two) == second_before; }))
+      << accounting(one) << accounting(two);
+  EXPECT_TRUE(lease_is(*engine, lease->pages(), 7)) << "nobody's bytes were touched";
+  EXPECT_TRUE(lease->recheck().ok());
+  one.expect_sums();
+  two.expect_sums();
+
+  const Ended alone = run(one, {"probe", "--pool", "default"});
+  EXPECT_EQ(alone.exit, 0) << alone.error;
+  EXPECT_NE(alone.out.find("agree with the reference kernel"), std::string::npos) << alone.out;
+  EXPECT_EQ(alone.out.find("v32"), std::string::npos) << alone.out;
+}
+
+TEST_F(Needlectl, a_probe_that_fails_names_the_step_and_leaves_nothing_behind_either) {
+  daemon_.start();
+  const std::string before = accounting(daemon_);
+  const Ended nobody = run(daemon_, {"probe", "--peer", "nobody"});
+  EXPECT_EQ(nobody.exit, 1);
+  EXPECT_NE(nobody.error.find("step 'ship default to nobody' failed"), std::string::npos) << nobody.error;
+  EXPECT_TRUE(eventually(10, [&] { return accounting(daemon_) == before; })) << accounting(daemon_);
+
+  auto engine = daemon_.attach("engine");
+  auto all = engine->reserve(SequenceId(1), daemon_.occupancy("paged").free() * kPage);
+  ASSERT_TRUE(all.ok()) << all.status();
+  const Ended full = run(daemon_, {"probe"});
+  EXPECT_EQ(full.exit, 4) << full.out << full.error;
+  EXPECT_NE(full.error.find("step 'room default' failed"), std::string::npos) << full.error;
+  EXPECT_NE(full.error.find("paged pool has 0 free pages"), std::string::npos) << full.error;
+  EXPECT_TRUE(all->forfeit().ok());
+
+  const Ended remote = run_at(daemon_.grpc_address(), {"probe"});
+  EXPECT_EQ(remote.exit, 1) << remote.out << remote.error;
+  expect_refused(daemon_, {"probe", "--pool", "other"}, 1, "'other'");
+}
+
+TEST_F(Needlectl, a_probe_of_a_pool_without_index_keys_says_that_it_cannot) {
+  const std::filesystem::path format = folder_.path() / "no-index.format";
+  ModelFormats formats = *preset_formats("deepseek-v4-flash", PresetOptions());
+  std::erase_if(formats.paged.components, [](const Component& part) { return part.kind == ComponentKind::kIndexK; });
+  std::erase_if(formats.state.components, [](const Component& part) { return part.kind == ComponentKind::kIndexK; });
+  const std::string text = format_set_text(formats);
+  write_file(format, text.data(), text.size());
+  DaemonProcess keyless(folder_, "keyless",
+                        DaemonProcess::default_config(256) + "[pool.keyless]\nformat_file = \"" + format.string() + "\"\n");
+  keyless.start();
+  const Ended ended = run(keyless, {"probe"});
+  EXPECT_EQ(ended.exit, 1) << ended.out << ended.error;
+  EXPECT_NE(ended.error.find("step 'attach keyless' failed: this pool's format has no index-K"), std::string::npos) << ended.error;
+  EXPECT_NE(ended.out.find("read_topk default"), std::string::npos) << "the other pool was looked at: " << ended.out;
 }
 
 TEST_F(Needlectl, a_ship_shows_its_progress_on_a_terminal) {

@@ -231,5 +231,33 @@ TEST_F(CoreTest, a_budget_beyond_the_address_range_is_impossible_and_says_what_i
   EXPECT_TRUE(world_.call(resize).ok());
 }
 
+TEST_F(CoreTest, what_a_ticket_made_is_forgotten_by_its_own_session_while_its_lease_holds_and_by_no_other) {
+  const SessionId session = attached(1);
+  const SessionId other = attached(2);
+  Reserve reserve = reserve_of(session, 5);
+  reserve.tokens = kPageTokens - 1;  // no full page: nothing of it has a name
+  ASSERT_TRUE(world_.call(reserve).ok());
+  EXPECT_TRUE(is_error(world_.call(Forget{session, TicketId(5)}).status(), ErrorCode::kStale)) << "it made nothing yet";
+  Seal seal;
+  seal.session = session;
+  seal.ticket = TicketId(5);
+  seal.step = 1;
+  seal.tokens = kPageTokens - 1;
+  seal.lease = LeaseId(6);
+  ASSERT_TRUE(world_.call(seal).ok());
+  EXPECT_TRUE(is_error(world_.call(Forget{other, TicketId(5)}).status(), ErrorCode::kStale));
+  EXPECT_TRUE(world_.call(Acquire{other, LeaseId(9), SequenceId(1005), {}}).ok());
+  EXPECT_TRUE(world_.call(Forget{session, TicketId(5)}).ok());
+  EXPECT_TRUE(world_.call(Forget{session, TicketId(5)}).ok()) << "a repeat is fine";
+  EXPECT_TRUE(is_error(world_.call(Acquire{other, LeaseId(10), SequenceId(1005), {}}).status(), ErrorCode::kNotFound));
+  EXPECT_TRUE(world_.call(Release{other, LeaseId(9)}).ok()) << "a lease outlives it";
+  EXPECT_TRUE(world_.call(Release{session, LeaseId(6)}).ok());
+  EXPECT_TRUE(is_error(world_.call(Forget{session, TicketId(5)}).status(), ErrorCode::kStale))
+      << "after the release nothing says which it was";
+  const Snapshot after = world_.core->snapshot();
+  EXPECT_EQ(after.sets[0].sequences, 0);
+  EXPECT_EQ(after.sets[0].pools[0].free, after.sets[0].pools[0].capacity);
+}
+
 }  // namespace
 }  // namespace needle::server
