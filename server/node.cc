@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <future>
+#include <set>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -340,9 +341,15 @@ class Node::Impl final : public Outbox {
     return ucx::UcxTransport::start(ucx_options, std::move(environment));
   }
 
-  // The number that the writer's process computed before its seal, of the page as it landed.
-  static ucx::PageChecksum page_checksum() {
-    return [](PoolId, std::span<const std::byte> page) {
+  // The number that the writer's process computed before its seal, of the page as it landed. Of a bare commit record, which
+  // clients neither map nor write, it said 0.
+  ucx::PageChecksum page_checksum() const {
+    std::set<PoolId> bare;
+    for (size_t i = 0; i < plan_.sets.size(); ++i) {
+      if (plan_.sets[i].formats.state.components.empty()) bare.insert(pool_id(PoolSetId(static_cast<uint32_t>(i)), PoolKind::kState));
+    }
+    return [bare = std::move(bare)](PoolId pool, std::span<const std::byte> page) {
+      if (bare.count(pool) > 0) return uint64_t{0};
       ChecksumPagesArgs args;
       args.base = page.data();
       args.page_stride = args.page_bytes = static_cast<int64_t>(page.size());
