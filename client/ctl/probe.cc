@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 #include <set>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
@@ -380,6 +381,13 @@ class Probe {
       peer->call(&v1::Needle::Stub::ShipStart, ship);
       v1::TicketRequest ticket;
       ticket.set_ticket(ship.ticket());
+      // Progress is asked for between short waits: a session that only waits would fall silent.
+      const int64_t deadline_ns = clock_.now_ns() + kShipMs * kNanosPerMilli;
+      while (clock_.now_ns() < deadline_ns) {
+        const std::string state = peer->call(&v1::Needle::Stub::ShipProgress, ticket).state();
+        if (state == "sealed" || state == "failed") break;
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      }
       const v1::LeasedTable table = peer->call(&v1::Needle::Stub::ShipWait, ticket, kShipMs + kCallMs);
       arrived = true;
       const int pages = table.table().paged_size() + table.table().window_size() + 1;
