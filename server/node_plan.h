@@ -53,7 +53,7 @@ struct Surroundings {
   int64_t available_bytes = 0;
   std::string host_name;
   std::string xdg_runtime_dir;  // empty when unset
-  std::vector<int> numa_nodes;  // empty where the kernel doesn't say
+  std::vector<int> numa_nodes{};  // empty where the kernel doesn't say
 };
 
 // What this machine is, as its kernel says.

@@ -577,7 +577,7 @@ TEST_F(Single, too_low_a_limit_of_address_space_is_said_before_a_library_aborts)
   const int status = daemon_.wait();
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 2) << status;
   DaemonProcess enough(folder_, "enough", DaemonProcess::default_config());
-  enough.run_under({"/bin/sh", "-c", "ulimit -v 1200000; exec \"$@\"", "sh"});
+  enough.run_under({"/bin/sh", "-c", "ulimit -v 1600000; exec \"$@\"", "sh"});
   EXPECT_NO_THROW(enough.start());
 }
 

@@ -214,7 +214,7 @@ TEST(Metrics, every_documented_metric_is_produced_and_every_counter_counts) {
 
   // Keys that are NaN, in a row so long that the fast selection looks for a threshold and finds none.
   const std::unique_ptr<Client> engine = one.attach("engine");
-  constexpr int64_t kTokens = 40 * kPage;
+  constexpr int64_t kTokens = 68 * kPage;
   absl::StatusOr<Ticket> ticket = engine->reserve(SequenceId(7), kTokens);
   ASSERT_TRUE(ticket.ok()) << ticket.status();
   const MutableLayerView keys = *engine->writable_layer(PoolKind::kPaged, 0, 0);

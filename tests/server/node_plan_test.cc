@@ -23,7 +23,7 @@ absl::StatusOr<NodePlan> plan_of(const std::vector<std::string>& arguments, int6
   absl::StatusOr<ParsedOptions> parsed = parse_options(arguments, {});
   EXPECT_TRUE(parsed.ok()) << parsed.status();
   return plan_node(parsed->options,
-                   {.available_bytes = available, .host_name = "Host.Example", .xdg_runtime_dir = "/run/user/1000", .numa_nodes = {}});
+                   {.available_bytes = available, .host_name = "Host.Example", .xdg_runtime_dir = "/run/user/1000"});
 }
 
 std::string refusal(const absl::StatusOr<NodePlan>& plan) {
