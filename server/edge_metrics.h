@@ -16,15 +16,34 @@
 
 namespace needle::server {
 
-#define NEEDLE_VERBS(X)                                                                                                                 \
-  X(open_session)                                                                                                                       \
-  X(heartbeat)                                                                                                                          \
-  X(close_session)                                                                                                                      \
-  X(acknowledge)                                                                                                                        \
-  X(reserve) X(extend) X(publish) X(truncate) X(seal_pages) X(seal_resume_point) X(seal) X(forfeit) X(adopt) X(lookup) X(acquire)       \
-      X(release) X(recheck) X(read_topk) X(read_entries) X(ship_start) X(ship_progress) X(ship_wait) X(ship_cancel) X(forget) X(status) \
-          X(peers) X(add_peer) X(resize) X(resize_status) X(resize_abort) X(evict) X(sequences) X(drain) X(audit) X(options) X(probe)   \
-              X(hello) X(deliver)
+#define NEEDLE_VERBS(X) \
+  X(open_session)       \
+  X(heartbeat)          \
+  X(close_session)      \
+  X(acknowledge)        \
+  X(reserve)            \
+  X(extend)             \
+  X(publish)            \
+  X(truncate)           \
+  X(seal_pages)         \
+  X(seal_resume_point)  \
+  X(seal)               \
+  X(forfeit)            \
+  X(adopt)              \
+  X(lookup)             \
+  X(acquire)            \
+  X(release)            \
+  X(recheck)            \
+  X(read_topk)          \
+  X(read_entries)       \
+  X(ship_start)         \
+  X(ship_progress)      \
+  X(ship_wait)          \
+  X(ship_cancel)        \
+  X(forget)             \
+  X(status)             \
+  X(peers)              \
+  X(add_peer) X(resize) X(resize_status) X(resize_abort) X(evict) X(sequences) X(drain) X(audit) X(options) X(probe) X(hello) X(deliver)
 
 enum class Verb : uint8_t {
 #define NEEDLE_VERB_ENUM(name) name,
