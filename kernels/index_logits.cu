@@ -118,7 +118,9 @@ absl::StatusOr<ScoreVariant> score_variant_cuda() {
   return ScoreVariant::kCudaPlain;
 }
 
-absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTuning& tuning, void* stream) {
+namespace {
+
+absl::Status launch_tuned(const IndexLogitsArgs& args, const LogitsTuning& tuning, const GroupMaxima& maxima, void* stream) {
   if (absl::Status status = check_index_logits(args); !status.ok()) return status;
   if (args.query_count == 0 || args.entry_count == 0) return absl::OkStatus();
   if (reinterpret_cast<uintptr_t>(args.q) % 16 != 0) {
@@ -128,6 +130,7 @@ absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTu
   const absl::StatusOr<DeviceFacts> facts = current_device_facts();
   if (!facts.ok()) return facts.status();
   logits::Plan plan;
+  plan.maxima = maxima;
   plan.heads = padded_heads(args.heads);
   plan.tokens = logits::tokens_a_run(plan.heads, args.query_row != nullptr ? kSpeculativeRowsMax : args.queries_per_row);
   plan.blocks = tuning.blocks > 0 ? tuning.blocks : facts->multiprocessors;
@@ -166,6 +169,38 @@ absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTu
   return element == ElementFormat::kBf16  ? logits::launch_mma_bf16(plan, args, cuda_stream)
          : element == ElementFormat::kFp8 ? logits::launch_mma_fp8(plan, args, cuda_stream)
                                           : logits::launch_mma_fp4(plan, args, cuda_stream);
+}
+
+}  // namespace
+
+absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTuning& tuning, void* stream) {
+  return launch_tuned(args, tuning, GroupMaxima{}, stream);
+}
+
+absl::StatusOr<bool> index_logits_gives_maxima(const IndexLogitsArgs& args) {
+  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+  if (!facts.ok()) return facts.status();
+  const bool as_stored = args.keys.element == ElementFormat::kBf16 ||
+                         (args.keys.element == ElementFormat::kFp8 && args.q_element == QueryElement::kFp8);
+  return logits_tuning(facts->major, facts->minor, kSm90aCompiled).wgmma && as_stored && args.keys.slots_per_page % kTileSlots == 0 &&
+         args.entry_begin == 0;
+}
+
+absl::Status index_logits_with_maxima_cuda(const IndexLogitsArgs& args, const GroupMaxima& maxima, void* stream) {
+  const absl::StatusOr<bool> possible = index_logits_gives_maxima(args);
+  if (!possible.ok()) return possible.status();
+  if (!*possible) {
+    return absl::UnimplementedError(
+        "index_logits_with_maxima_cuda: this device, key format or page size has no kernel that writes maxima; call index_logits_cuda");
+  }
+  const int64_t stride_least = div_ceil(args.entry_count, kTileSlots) * (kTileSlots / kMaximaGroup);
+  if (maxima.orders == nullptr || maxima.stride < stride_least) {
+    return absl::InvalidArgumentError(absl::StrCat("index_logits_with_maxima_cuda: maxima.stride is ",
+                                                   maxima.orders == nullptr ? 0 : maxima.stride, ", must be >= ", stride_least));
+  }
+  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+  if (!facts.ok()) return facts.status();
+  return launch_tuned(args, logits_tuning(facts->major, facts->minor, kSm90aCompiled), maxima, stream);
 }
 
 }  // namespace needle

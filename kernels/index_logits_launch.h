@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/index_logits.h"
+#include "kernels/select_by_maxima.h"
 #include "kernels/tuning.h"
 
 namespace needle::logits {
@@ -22,6 +23,7 @@ struct Plan {
   int64_t shared_limit = 0;  // bytes a block may use
   int ring_stages_max = 0;
   CachePriority read_once = CachePriority::kEvictFirst;
+  GroupMaxima maxima;  // where wanted; the kernels that gives_maxima() names write them
 };
 
 // Queries a run for so many padded heads and so many queries a page-table row: as many as fit 256 columns and are there.

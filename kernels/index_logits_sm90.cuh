@@ -146,7 +146,8 @@ __device__ __forceinline__ void convert_queries(const IndexLogitsArgs& args, con
 template <ElementFormat kKeys, MmaElement kMma, int kHeads, int kTokens>
 __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThreads, 1)
     index_logits_sm90_kernel(const __grid_constant__ IndexLogitsArgs args, const __grid_constant__ CUtensorMap key_map,
-                             const __grid_constant__ CUtensorMap query_map, int stages, CachePriority read_once) {
+                             const __grid_constant__ CUtensorMap query_map, const GroupMaxima maxima, int stages,
+                             CachePriority read_once) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Shape = Sm90Shape<kKeys, kMma, kHeads, kTokens>;
   using Traits = KeyTraits<kKeys>;
@@ -175,8 +176,8 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
       tensor_map_prefetch(&query_map);
     }
   }
-  let_next_kernel_start();
   wait_for_previous_kernel();
+  let_next_kernel_start();  // only now: select_by_maxima reads lengths before it waits
   Piece piece = find_piece<kTokens, Shape::kThreads>(args, control.sums, &control.piece);
   if (piece.left == 0) return;
   const int first_column = static_cast<int>(args.entry_begin) / args.keys.slots_per_page;
@@ -328,6 +329,21 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
           parity ^= 1;
         }
       };
+      // The largest of the warp's 16 scores of a token; of two tokens where `token` is the lane's own.
+      const auto note_maxima = [&](int token, uint32_t order, const TilePlace& place) {
+        uint32_t largest;
+        if constexpr (kTokens == 1) {
+          largest = __reduce_max_sync(0xFFFFFFFFu, order);
+        } else {
+          const uint32_t of_first = __reduce_max_sync(0xFFFFFFFFu, t < 2 ? order : 0u);
+          const uint32_t of_second = __reduce_max_sync(0xFFFFFFFFu, t < 2 ? 0u : order);
+          largest = t < 2 ? of_first : of_second;
+        }
+        // All four groups of the tile, so that the last vector of four is complete; of a token that sees the tile.
+        if ((kTokens == 1 ? lane != 0 : lane != 0 && lane != 2)) return;
+        if (place.entry >= (kTokens == 1 ? limit : control.limits[buffer][token])) return;
+        maxima.orders[(piece.run.token + token) * maxima.stride + (place.entry + 16 * (warp % 4)) / kMaximaGroup] = largest;
+      };
       // The scores of a tile whose products are in `products`.
       const auto reduce = [&](float(&products)[kColumns / 2], const Tile& done) {
         const auto sum_of = [&](int token) {
@@ -343,7 +359,12 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
         const bool in_tile = my_row < place.slots;
         const int entry = place.entry + my_row;
         const auto finish = [&](int token, float score) {
-          if (!in_tile || entry >= (kTokens == 1 ? limit : control.limits[buffer][token])) return;
+          const bool visible = in_tile && entry < (kTokens == 1 ? limit : control.limits[buffer][token]);
+          // Of converted keys the next tile's multiplication is in flight here, and nothing may branch around it.
+          if constexpr (Shape::kKeysAreOperand) {
+            if (maxima.orders != nullptr) note_maxima(token, visible && done.present > 0 ? order_bits_of(score) : 0u, place);
+          }
+          if (!visible || (kTokens == 1 && t >= 2)) return;  // two lanes hold the same score of an only token
           float* const to = run_scores + token * args.score_stride + entry;
           if (done.present > 0) {
             write_score(to, score, left_out);
@@ -354,7 +375,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
         if constexpr (kTokens == 1) {
           float score = sum_quad(sum_of(0));
           if constexpr (Shape::kScaled) score *= done.scale;
-          if (t < 2) finish(0, score);
+          finish(0, score);
         } else {
 #pragma unroll
           for (int token = 0; token < kTokens; token += 2) {
@@ -480,7 +501,7 @@ absl::Status launch_sm90(const Plan& plan, const IndexLogitsArgs& args, const Te
   shape.block = dim3(Shape::kThreads);
   shape.shared_bytes = static_cast<size_t>(Shape::shared_bytes(stages));
   return launch("index_logits_cuda", index_logits_sm90_kernel<kKeys, kMma, kHeads, kTokens>, shape, stream, args, maps.keys, maps.queries,
-                stages, plan.read_once);
+                plan.maxima, stages, plan.read_once);
 }
 
 template <ElementFormat kKeys, MmaElement kMma>

@@ -69,6 +69,11 @@ ReadTopkPlan read_topk_layout(const ReadTopkArgs& args, const ReadTopkNeeds& nee
   at += prepares && args.prepare->element == QueryElement::kFp4 ? round_up(vectors * kQueryScaleBytes, needs.alignment) : 0;
   plan.weights_offset = at;
   at += prepares ? round_up(vectors * 4, needs.alignment) : 0;
+  plan.maxima_offset = at;
+  if (needs.maxima_group > 0) {
+    plan.maxima_stride = round_up(div_ceil(plan.entries, needs.maxima_group), needs.alignment / 4);
+    at += queries * plan.maxima_stride * 4;
+  }
   plan.select_offset = at;
   plan.select_bytes = needs.select_bytes;
   plan.scratch_bytes = at + plan.select_bytes;

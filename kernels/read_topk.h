@@ -63,6 +63,8 @@ struct ReadTopkPlan {
   int64_t weights_offset = 0;
   int64_t select_offset = 0;
   int64_t select_bytes = 0;
+  int64_t maxima_offset = 0;  // of the maxima that logits leave for selection (select_by_maxima.h)
+  int64_t maxima_stride = 0;  // of a query, 4-byte words; 0: none
 };
 
 // INVALID_ARGUMENT naming value and limit; nothing that may lie on a device is looked at.

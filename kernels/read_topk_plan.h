@@ -13,6 +13,7 @@ namespace needle {
 struct ReadTopkNeeds {
   int64_t alignment = 64;    // of every part of the scratch
   int64_t select_bytes = 0;  // scratch of one chunk's selection, whatever its queries
+  int maxima_group = 0;      // scores a maximum that logits leave for selection stands for; 0: none are left
   int32_t queries_max = 0;   // query tokens that a chunk should not exceed; 0: the budget alone decides
   const char* remedy = "";   // ends the refusal of a budget that is too small
 };

@@ -136,7 +136,7 @@ NEEDLE_HD inline VisibleRow visible_row(const SelectTopkArgs& args, int64_t row)
   out.length = args.lengths[row] < 0 ? 0 : args.lengths[row];
   int64_t limit = args.length_max;
   if (args.pages.pages != nullptr || args.pages.entry_base != nullptr) {
-    const int64_t table_row = args.row_of != nullptr ? args.row_of[row] : row / args.rows_per_table_row;
+    const int32_t table_row = args.row_of != nullptr ? args.row_of[row] : static_cast<int32_t>(row) / args.rows_per_table_row;
     if (table_row < 0 || table_row >= args.pages.rows) {
       limit = 0;
       out.length = out.length > 0 ? out.length : 1;  // reported even where the length is 0
@@ -187,6 +187,14 @@ NEEDLE_HD constexpr uint32_t score_bits_of_order(uint32_t order_bits) {
 NEEDLE_HD constexpr uint64_t rank_key(uint32_t score_bits, uint32_t position) {
   return (static_cast<uint64_t>(score_order_bits(score_bits)) << 32) | (0xFFFFFFFFu - position);
 }
+#ifdef __CUDACC__
+// score_order_bits() without branches.
+__device__ __forceinline__ uint32_t order_bits_of(float score) {
+  const uint32_t bits = __float_as_uint(score + 0.0f);  // -0 becomes +0
+  const uint32_t order = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+  return score == score ? order : 0u;
+}
+#endif
 static_assert(score_order_bits(0xFF800000u) == 0x007FFFFFu, "-inf stays above NaN");
 static_assert(score_order_bits(0x80000000u) == score_order_bits(0u), "-0 equals +0");
 static_assert(score_order_bits(0x00000001u) > score_order_bits(0u), "the smallest denormal is above zero");

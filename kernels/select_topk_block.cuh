@@ -126,9 +126,7 @@ __device__ __forceinline__ void block_begin() {
 
 // rank_key() without branches. `score` is not absent.
 __device__ __forceinline__ uint64_t rank_key_of(float score, uint32_t position) {
-  const uint32_t bits = __float_as_uint(score + 0.0f);  // -0 becomes +0
-  const uint32_t order = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
-  return (static_cast<uint64_t>(score == score ? order : 0u) << 32) | ~position;
+  return (static_cast<uint64_t>(order_bits_of(score)) << 32) | ~position;
 }
 
 // Adds to a counter in shared memory for one lane, without the aggregation that the compiler would put around it.

@@ -2,6 +2,8 @@
 // that every GPU can run. `threads` becomes the grid: no grid may change a bit.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -70,6 +72,74 @@ TEST(IndexLogitsCudaSmall, runs_every_kernel_shape) {
       }
     }
   }
+}
+
+// What selection is left with: of every 16 scores as they were written the largest, and zeros up to the tile's end.
+TEST(IndexLogitsCudaMaxima, are_those_of_the_scores) {
+  const std::string reason = cannot_run_because(CudaTwin{"", true});
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  for (const QueryElement element : {QueryElement::kBf16, QueryElement::kFp8}) {
+    for (const int heads : {20, 64, 128}) {
+      for (const int queries_per_row : {1, 2, 3, 4, 8}) {
+        for (const int slots : {64, 128}) {
+          SCOPED_TRACE(absl::StrCat("element ", static_cast<int>(element), ", ", heads, " heads, ", queries_per_row, " queries a row, ",
+                                    slots, " slots"));
+          LogitsShape shape;
+          shape.element = static_cast<ElementFormat>(element);
+          shape.q_element = element;
+          shape.heads = heads;
+          shape.slots = slots;
+          shape.queries_per_row = queries_per_row;
+          shape.rows = 5;
+          LogitsProblem problem(shape, 41);
+          problem.table[2] = kNoPage;
+          problem.poison_slot(problem.table[0], 3);
+          for (size_t t = 0; t < problem.visible.size(); ++t) problem.visible[t] = static_cast<int>(53 * t % 257);
+          const int64_t stride = round_up(problem.entry_count, 64) / kMaximaGroup;
+          std::vector<uint32_t> orders(static_cast<size_t>(problem.queries() * stride), 0xABCDABCDu);
+          const LogitsOutcome got = outcome_of(problem, [&](const IndexLogitsArgs& host) {
+            DeviceCopies copies;
+            IndexLogitsArgs args = logits_inputs(copies, host);
+            args.scores = copies.in_out(host.scores, host.query_count * host.score_stride);
+            args.report = copies.in_out(host.report, 1);
+            const GroupMaxima maxima{copies.in_out(orders.data(), static_cast<int64_t>(orders.size())), stride};
+            absl::Status done = finish_on_device(index_logits_with_maxima_cuda(args, maxima, nullptr));
+            if (done.ok()) copies.read_back();
+            return done;
+          });
+          ASSERT_TRUE(got.status.ok()) << got.status;
+          EXPECT_TRUE(got.same_bits(run_twin(logits_twin(CudaTwin{"", true}), problem)));
+          for (int64_t query = 0; query < problem.queries(); ++query) {
+            const int64_t visible = problem.visible[static_cast<size_t>(query)];
+            for (int64_t group = 0; group < stride; ++group) {
+              uint32_t want = 0;
+              for (int64_t entry = 16 * group; entry < std::min(visible, 16 * group + 16); ++entry) {
+                const float score = got.scores[static_cast<size_t>(query * problem.score_stride() + entry)];
+                uint32_t bits = 0;
+                std::memcpy(&bits, &score, sizeof bits);
+                want = std::max(want, score_order_bits(bits));
+              }
+              if (16 * group >= round_up(visible, 64)) want = 0xABCDABCDu;  // nobody's
+              ASSERT_EQ(orders[static_cast<size_t>(query * stride + group)], want) << "query " << query << ", group " << group;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(IndexLogitsCudaMaxima, are_refused_where_no_kernel_writes_them) {
+  const std::string reason = no_gpu_because();
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  LogitsShape shape;
+  shape.slots = 32;
+  LogitsProblem problem(shape, 42);
+  uint32_t order = 0;
+  const LogitsOutcome got = outcome_of(problem, [&](const IndexLogitsArgs& host) {
+    return index_logits_with_maxima_cuda(host, GroupMaxima{&order, 64}, nullptr);
+  });
+  EXPECT_EQ(got.status.code(), absl::StatusCode::kUnimplemented) << got.status;
 }
 
 }  // namespace

@@ -3,9 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
+#include <limits>
 #include <string>
 #include <vector>
 
+#include "base/units.h"
+#include "kernels/select_by_maxima.h"
 #include "kernels/select_topk_plan.h"
 #include "tests/kernels/device_array.h"
 #include "tests/kernels/select_topk_battery.h"
@@ -76,6 +80,45 @@ absl::Status list_on_device(const ListSlotsArgs& host) {
   return done;
 }
 
+// select_by_maxima, with maxima made here from the scores, rows moved to where it wants them, and what it leaves to the
+// scores' maker (NaN and absent entries) counted here. Calls that it is not made for go to select_topk_cuda.
+absl::Status select_by_maxima_on_device(const SelectTopkArgs& host) {
+  if (!check_select_topk(host).ok() || host.k > kMaximaTopkMax) {
+    return select_on_device(host, [](const SelectTopkArgs& args) { return select_topk_cuda(args, nullptr, 0, nullptr); });
+  }
+  SelectTopkArgs moved = host;
+  moved.score_stride = round_up(std::max<int64_t>(host.score_stride, 1), kMaximaGroup);
+  std::vector<float> scores(static_cast<size_t>(host.rows * moved.score_stride), std::numeric_limits<float>::infinity());
+  GroupMaxima maxima;
+  maxima.stride = round_up(div_ceil(host.length_max, kMaximaGroup), 4);
+  std::vector<uint32_t> orders(static_cast<size_t>(host.rows * maxima.stride), 0xFFFFFFFFu);  // as left by another
+  OpReport counted{};
+  for (int64_t row = 0; row < host.rows; ++row) {
+    const float* from = host.scores + row * host.score_stride;
+    std::copy(from, from + host.score_stride, scores.begin() + row * moved.score_stride);
+    const int64_t length = visible_row(host, row).length;
+    std::fill_n(orders.begin() + row * maxima.stride, round_up(length, 4 * kMaximaGroup) / kMaximaGroup, 0u);
+    for (int64_t i = 0; i < length; ++i) {
+      uint32_t bits = 0;
+      std::memcpy(&bits, &from[i], 4);
+      uint32_t& order = orders[static_cast<size_t>(row * maxima.stride + i / kMaximaGroup)];
+      order = std::max(order, score_order_bits(bits));
+      counted.absent_entries += bits == kAbsentScoreBits;
+      counted.nan_scores += bits != kAbsentScoreBits && from[i] != from[i];
+    }
+  }
+  moved.scores = scores.data();
+  DeviceArray<uint32_t> there(orders.data(), static_cast<int64_t>(orders.size()));
+  maxima.orders = there.get();
+  absl::Status done = select_on_device(moved, [&](const SelectTopkArgs& args) { return select_by_maxima_cuda(args, maxima, nullptr); });
+  if (done.ok() && host.report != nullptr) {
+    host.report->nan_scores += counted.nan_scores;
+    host.report->absent_entries += counted.absent_entries;
+    host.report->status |= (counted.nan_scores != 0 ? kStatusNanScore : 0u) | (counted.absent_entries != 0 ? kStatusAbsentPage : 0u);
+  }
+  return done;
+}
+
 SelectTwin twin_of(const std::string& name, const Select& select) {
   SelectTwin twin;
   twin.name = name;
@@ -103,8 +146,15 @@ Select planned(int threads, int cluster, int stages, int slots, int early, int c
   };
 }
 
+SelectTwin twin_by_maxima() {
+  SelectTwin twin = twin_of("cuda_by_maxima", {});
+  twin.select = select_by_maxima_on_device;
+  return twin;
+}
+
 std::vector<SelectTwin> cuda_twins() {
   return {
+      twin_by_maxima(),
       twin_of("cuda", [](const SelectTopkArgs& args) { return select_topk_cuda(args, nullptr, 0, nullptr); }),
       twin_of("cuda_one_block_of_1024", planned(1024, 1, 3, 6, 1, 4096)),
       twin_of("cuda_smallest_buffers", planned(512, 1, 1, 4, 1, 0)),
