@@ -107,9 +107,69 @@ __device__ __forceinline__ void next_run(const IndexLogitsArgs& args, Piece& pie
   } while (piece.run.tiles == 0);
 }
 
+// This block's share of `total` tiles: [begin, end). Shares differ by one tile at most. One 32-bit division wherever the total
+// fits, as a 64-bit one costs a block's start.
+struct TileShare {
+  int64_t begin, end;
+};
+__device__ __forceinline__ TileShare share_of_block(int64_t total) {
+  const int64_t each = total <= 0x7FFFFFFF ? static_cast<int64_t>(static_cast<uint32_t>(total) / gridDim.x) : total / gridDim.x;
+  const int64_t longer = total - each * gridDim.x;  // shares that take one more
+  const int64_t begin = each * blockIdx.x + min(static_cast<int64_t>(blockIdx.x), longer);
+  return {begin, begin + each + (blockIdx.x < longer ? 1 : 0)};
+}
+
+// find_piece() of up to kFewQueries over pages of whole tiles: every warp for itself, neighbouring queries a lane, no barrier.
+// Tiles of all of them are below 2^31 then. A block begins 1 us earlier so.
+inline constexpr int kFewQueries = 64;
+template <int kTokens>
+__device__ __forceinline__ Piece find_piece_of_few(const IndexLogitsArgs& args) {
+  const int lane = threadIdx.x % 32;
+  const int each = (args.query_count + 31) / 32;
+  const int first = lane * each;
+  Run runs[kFewQueries / 32];
+  int mine = 0;
+#pragma unroll
+  for (int i = 0; i < kFewQueries / 32; ++i) {
+    if (i < each && first + i < args.query_count) runs[i] = run_at<kTokens>(args, first + i);
+    mine += runs[i].tiles;
+  }
+  int up_to = mine;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xFFFFFFFFu, up_to, step);
+    if (lane >= step) up_to += other;
+  }
+  const TileShare share = share_of_block(__shfl_sync(0xFFFFFFFFu, up_to, 31));
+  Piece piece;
+  if (share.begin >= share.end) return piece;
+  // The lane whose runs hold the share's first tile tells the others.
+  const int begin = static_cast<int>(share.begin);
+  const int owner = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, up_to > begin))) - 1;
+  Run run = runs[0];
+  int tile = begin - (up_to - mine);
+#pragma unroll
+  for (int i = 1; i < kFewQueries / 32; ++i) {
+    if (tile >= run.tiles) {
+      tile -= run.tiles;
+      run = runs[i];
+    }
+  }
+  piece.run.token = __shfl_sync(0xFFFFFFFFu, run.token, owner);
+  piece.run.count = __shfl_sync(0xFFFFFFFFu, run.count, owner);
+  piece.run.row = __shfl_sync(0xFFFFFFFFu, run.row, owner);
+  piece.run.tiles = __shfl_sync(0xFFFFFFFFu, run.tiles, owner);
+  piece.tile = __shfl_sync(0xFFFFFFFFu, tile, owner);
+  piece.left = share.end - share.begin;
+  return piece;
+}
+
 // All threads of the block: finds this block's piece. `sums` is one int64 a warp, `found` where the answer lands.
 template <int kTokens, int kThreads>
 __device__ __forceinline__ Piece find_piece(const IndexLogitsArgs& args, int64_t* sums, Piece* found) {
+  if (args.query_count <= kFewQueries && args.keys.slots_per_page % kTileSlots == 0) {
+    __syncthreads();  // as below: what the block has set up is there
+    return find_piece_of_few<kTokens>(args);
+  }
   const int each = (args.query_count + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * each, args.query_count);
   const int last = min(first + each, args.query_count);
@@ -131,11 +191,7 @@ __device__ __forceinline__ Piece find_piece(const IndexLogitsArgs& args, int64_t
     total += sums[w];
   }
   before -= mine;
-  // Pieces differ by one tile at most. One 32-bit division wherever the total fits, as a 64-bit one costs a block's start.
-  const int64_t each_piece = total <= 0x7FFFFFFF ? static_cast<int64_t>(static_cast<uint32_t>(total) / gridDim.x) : total / gridDim.x;
-  const int64_t longer = total - each_piece * gridDim.x;  // pieces that take one more
-  const int64_t begin = each_piece * blockIdx.x + min(static_cast<int64_t>(blockIdx.x), longer);
-  const int64_t end = begin + each_piece + (blockIdx.x < longer ? 1 : 0);
+  const auto [begin, end] = share_of_block(total);
   if (begin < end && begin >= before && begin < before + mine) {
     int64_t at = before;
     for (int token = first;; ++token) {

@@ -5,8 +5,9 @@
 //  1. A chunk's scores are read before the next chunk's are written: one stream, no events.
 //  2. Where logits can leave maxima for selection and rows are long enough for them, they do: decided by host fields, so
 //     that a captured graph keeps it.
-//  3. Absent entries and NaN are counted by the logits alone. Selection reports into the scratch; of that only status and
-//     fallbacks enter the caller's report. Where the caller has none, nothing is launched for it.
+//  3. Absent entries and NaN are counted by the logits alone. Selection by maxima counts neither and reports to the caller;
+//     the other reports into the scratch, and of that only status and fallbacks enter the caller's report. Where the caller
+//     has none, nothing is launched for it.
 #include "kernels/read_topk.h"
 
 #include <algorithm>
@@ -104,14 +105,16 @@ absl::Status read_topk_cuda(const ReadTopkArgs& args, const ReadTopkPlan& plan, 
   const int64_t select_bytes = needed.select_bytes - kReportBytes;
   OpReport* const selected = reinterpret_cast<OpReport*>(select_scratch + select_bytes);
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  const bool by_maxima = needed.maxima_stride > 0;
+  const bool folds_report = args.report != nullptr && !by_maxima;
   for (int32_t begin = 0; begin < args.logits.query_count; begin += needed.queries_a_chunk) {
     const int32_t count = std::min(needed.queries_a_chunk, args.logits.query_count - begin);
     ReadTopkChunk chunk = read_topk_chunk(args, needed, begin, count, scratch);
-    if (args.report != nullptr) chunk.select.report = selected;
+    chunk.select.report = folds_report ? selected : args.report;
     if (begin == 0) {
       // Refusals come before the first launch: the chunks' arguments differ in pointers and counts alone.
       if (absl::Status status = admit(args, chunk); !status.ok()) return status;
-      if (args.report != nullptr) {
+      if (folds_report) {
         absl::Status status = launch("read_topk_cuda", clear_report_kernel, LaunchShape{}, cuda_stream, selected);
         if (!status.ok()) return status;
       }
@@ -119,7 +122,7 @@ absl::Status read_topk_cuda(const ReadTopkArgs& args, const ReadTopkPlan& plan, 
     if (args.prepare != nullptr) {
       if (absl::Status status = prepare_index_q_cuda(chunk.prepare, stream); !status.ok()) return status;
     }
-    if (needed.maxima_stride > 0) {
+    if (by_maxima) {
       const GroupMaxima maxima{reinterpret_cast<uint32_t*>(static_cast<std::byte*>(scratch) + needed.maxima_offset), needed.maxima_stride};
       if (absl::Status status = index_logits_with_maxima_cuda(chunk.logits, maxima, stream); !status.ok()) return status;
       if (absl::Status status = select_by_maxima_cuda(chunk.select, maxima, stream); !status.ok()) return status;
@@ -128,7 +131,7 @@ absl::Status read_topk_cuda(const ReadTopkArgs& args, const ReadTopkPlan& plan, 
       if (absl::Status status = select_topk_cuda(chunk.select, select_scratch, select_bytes, stream); !status.ok()) return status;
     }
   }
-  if (args.report == nullptr) return absl::OkStatus();
+  if (!folds_report) return absl::OkStatus();
   return launch("read_topk_cuda", fold_report_kernel, LaunchShape{}, cuda_stream, selected, args.report);
 }
 

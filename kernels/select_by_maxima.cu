@@ -37,8 +37,8 @@ constexpr int kPoolCapacity = kMaximaGroup * 512;  // k groups of equal scores a
 constexpr int kGroupsMax = 4096;
 constexpr int kVectorEntries = 4 * kMaximaGroup;  // scores that 16 bytes of maxima stand for
 constexpr int kMaximaRounds = 4;  // 16-byte vectors of maxima that a lane has under way
-constexpr int kScoreRounds = 8;   // the same of scores: a word of flags
-constexpr int kGroupsARound = 8;  // whose scores a warp reads at once, four lanes each
+constexpr int kQuadGroups = 8;  // neighbours on the list whose scores four lanes read, a quarter of each a lane
+constexpr int kWarpGroups = 8 * kQuadGroups;
 
 struct alignas(16) MaximaShared {
   uint32_t bins[kCoarseBins];
@@ -46,7 +46,7 @@ struct alignas(16) MaximaShared {
   uint32_t lowest[kWarps];
   uint32_t groups_of[kWarps];
   uint32_t keys_of[kWarps];
-  uint32_t groups[kGroupsMax + kScoreRounds * kGroupsARound];  // lanes look up to a round past the end
+  uint32_t groups[kGroupsMax + kWarpGroups];  // lanes look past the end
 };
 constexpr size_t kSharedBytes = sizeof(SelectShared) + size_t{kPoolCapacity} * 8 + sizeof(MaximaShared);
 static_assert(2 * (kSharedBytes + 1024) <= 227 * 1024, "two blocks share a multiprocessor of 9.0");
@@ -82,7 +82,10 @@ __device__ __forceinline__ float4 load_scores(const float4* from) {
   return four;
 }
 
-__device__ __forceinline__ float score_of_order(uint32_t order) { return __uint_as_float(score_bits_of_order(order)); }
+// The score that has these order bits, which are not 0.
+__device__ __forceinline__ float score_of_order(uint32_t order) {
+  return __uint_as_float(order ^ (~static_cast<uint32_t>(static_cast<int32_t>(order) >> 31) | 0x80000000u));
+}
 
 // Best first: bin 0 holds the highest. Scale 0 (all alike, or too far apart to subtract) puts everything there.
 template <int kBins>
@@ -95,9 +98,9 @@ struct BinMap {
       : high(score_of_order(highest)), range(high - score_of_order(lowest)) {
     scale = range > 1e-30f && range < 3e38f ? __fdividef(kBins - 0.1f, range) : 0.0f;
   }
-  __device__ __forceinline__ int bin_of(float score) const {
-    return min(kBins - 1, __float2int_rz((high - score) * scale));  // NaN (infinity x 0): 0
-  }
+  // In range without being cut: (high - score) x scale is at most kBins - 0.1, give or take three roundings. NaN (infinity x 0
+  // where the scale is 0): 0.
+  __device__ __forceinline__ int bin_of(float score) const { return __float2int_rz((high - score) * scale); }
   // Order bits that every score of bins [0, bin] reaches: the edge less two parts in a million of the distance, as bins were
   // told by other roundings, and two units in the last place of the difference.
   __device__ __forceinline__ uint32_t order_at_end_of(uint32_t bin) const {
@@ -163,34 +166,44 @@ __device__ __forceinline__ Counted over_warps(const uint32_t* count_of, int warp
   return {__reduce_add_sync(0xFFFFFFFFu, lane < warp ? theirs : 0u), __reduce_add_sync(0xFFFFFFFFu, theirs)};
 }
 
-// Places of a warp's flags, four a lane and round, in the order round, lane, bit. While lanes are summed a byte holds the count
-// of a round (at most 128): even rounds in one word, odd ones in the other.
+// Places of a warp's flags, four a lane and round in four rounds, in the order round, lane, bit. While lanes are summed a byte
+// holds the count of a round (at most 128).
 struct FlagPlaces {
-  uint32_t flags;
-  uint32_t before[2];  // in lanes below
-  uint32_t all[2];     // in all lanes
+  uint32_t before;  // in lanes below, by round
+  uint32_t all;     // in all lanes, by round
 
-  __device__ __forceinline__ explicit FlagPlaces(uint32_t of) : flags(of) {
-    uint32_t counts = of - ((of >> 1) & 0x55555555u);
-    counts = (counts & 0x33333333u) + ((counts >> 2) & 0x33333333u);  // a nibble a round
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const uint32_t own = (counts >> (4 * odd)) & 0x0F0F0F0Fu;
-      const uint32_t up_to = inclusive_over_warp(own);
-      all[odd] = __shfl_sync(0xFFFFFFFFu, up_to, 31);
-      before[odd] = up_to - own;
-    }
+  __device__ __forceinline__ explicit FlagPlaces(uint32_t flags) {
+    uint32_t counts = flags - ((flags >> 1) & 0x5555u);
+    counts = (counts & 0x3333u) + ((counts >> 2) & 0x3333u);  // a nibble a round
+    counts = (counts | counts << 8) & 0x00FF00FFu;
+    counts = (counts | counts << 4) & 0x0F0F0F0Fu;  // a byte a round
+    const uint32_t up_to = inclusive_over_warp(counts);
+    all = __shfl_sync(0xFFFFFFFFu, up_to, 31);
+    before = up_to - counts;
   }
-  __device__ __forceinline__ uint32_t total() const { return __dp4a(all[0], 0x01010101u, __dp4a(all[1], 0x01010101u, 0u)); }
+  __device__ __forceinline__ uint32_t total() const { return __dp4a(all, 0x01010101u, 0u); }
   // The place of the first flag of a round in this lane.
   __device__ __forceinline__ uint32_t of_round(uint32_t round) const {
-    const uint32_t byte = 8 * (round >> 1);
-    const bool odd = (round & 1u) != 0;
-    const uint32_t below = (1u << byte) - 1u;
-    const uint32_t rounds_before = __dp4a(all[0] & (odd ? below << 8 | 255u : below), 0x01010101u, __dp4a(all[1] & below, 0x01010101u, 0u));
-    return rounds_before + (((odd ? before[1] : before[0]) >> byte) & 255u);
+    return __dp4a(all & ((1u << (8 * round)) - 1u), 0x01010101u, 0u) + ((before >> (8 * round)) & 255u);
   }
 };
+
+// A quad's flags of eight groups become each lane's flags of two, in the order of positions. Before: bits 4 g to 4 g + 3 are
+// this lane's quarter of group g. After: the low half is group 2 x (the lane's place in the quad), the high half the next.
+__device__ __forceinline__ uint32_t own_groups_of_quad(uint32_t flags) {
+  const uint32_t part = threadIdx.x & 3u;
+  // Bytes change places with lanes: byte i of lane j with byte j of lane i.
+  uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, flags, 1);
+  flags = __byte_perm(flags, other, (part & 1u) != 0 ? 0x3715 : 0x6240);
+  other = __shfl_xor_sync(0xFFFFFFFFu, flags, 2);
+  flags = __byte_perm(flags, other, (part & 2u) != 0 ? 0x3276 : 0x5410);
+  const auto low_nibbles = [](uint32_t word) {
+    word &= 0x0F0F0F0Fu;
+    word = (word | word >> 4) & 0x00FF00FFu;
+    return (word | word >> 8) & 0xFFFFu;
+  };
+  return low_nibbles(flags) | low_nibbles(flags >> 4) << 16;
+}
 
 // A warp's share of `count` items: [first, first + held).
 struct Share {
@@ -362,14 +375,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   uint32_t to = counted.before;
 #pragma unroll 1
   for (int base = 0; base < share.held; base += 32 * kMaximaRounds) {
-    const FlagPlaces places(base == 0 ? held_flags : maxima_flags(base));
+    const uint32_t flags = base == 0 ? held_flags : maxima_flags(base);
+    const FlagPlaces places(flags);
 #pragma unroll
     for (uint32_t j = 0; j < kMaximaRounds; ++j) {
       uint32_t next = list + 4 * (to + places.of_round(j));
       const uint32_t group = static_cast<uint32_t>(4 * (share.first + base + 32 * static_cast<int>(j) + lane));
 #pragma unroll
       for (uint32_t c = 0; c < 4; ++c) {
-        if ((places.flags >> (4 * j + c) & 1u) != 0) {
+        if ((flags >> (4 * j + c) & 1u) != 0) {
           store_shared(next, group + c);
           next += 4;
         }
@@ -379,61 +393,61 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   __syncthreads();
 
-  // Their scores; what reaches the floor goes to the pool, in order, and is binned.
+  // Their scores; the positions of what reaches the floor go to the pool, in order.
   const float floor_score = score_of_order(floor_order);
   const Share mine = share_of_warp(listed, warp);  // of the listed groups
-  const uint32_t my_list = list + 4 * static_cast<uint32_t>(mine.first + lane / 4);
-  const auto position_of = [&](uint32_t round, uint32_t bit) {
-    return load_shared(my_list + 4 * kGroupsARound * round) * kMaximaGroup + 4 * (static_cast<uint32_t>(lane) & 3u) + (bit & 3u);
+  const int quad_first = kQuadGroups * (lane / 4);
+  const uint32_t quad_list = list + 4 * static_cast<uint32_t>(mine.first + quad_first);
+  // Of bit `bit` of this lane's own groups; `stretch` counts the warp's groups.
+  const auto position_of = [&](int stretch, uint32_t bit) {
+    const uint32_t place = static_cast<uint32_t>(stretch) + 2 * (static_cast<uint32_t>(lane) & 3u) + (bit >> 4);
+    return load_shared(quad_list + 4 * place) * kMaximaGroup + (bit & 15u);
   };
   // In the row's last, unfinished group, and where scores are told by their position: without those that are out after all.
   const bool has_end = length % kMaximaGroup != 0 && mine.first + mine.held == listed;
-  const auto within = [&](uint32_t flags, uint32_t first_round) {
+  const auto within = [&](uint32_t flags, int stretch) {
     if (told && !has_end) return flags;
     const float score_after = score_of_order(floor_order + 1);
 #pragma unroll 1
     for (uint32_t rest = flags; rest != 0; rest &= rest - 1) {
       const uint32_t bit = static_cast<uint32_t>(__ffs(static_cast<int>(rest))) - 1;
-      const uint32_t at = position_of(first_round + (bit >> 2), bit);
+      const uint32_t at = position_of(stretch, bit);
       const bool in = at < static_cast<uint32_t>(length) && (at <= last_equal || scores[at] >= score_after);
       if (!in) flags &= ~(1u << bit);
     }
     __syncwarp();
     return flags;
   };
-  // Of rounds [first_round, first_round + kScoreRounds). A lane without a group reads the row's first.
-  const auto score_flags = [&](uint32_t first_round) {
-    const int first = static_cast<int>(first_round) * kGroupsARound + lane / 4;
-    constexpr int kAtOnce = kBlocks == 1 ? kScoreRounds : kScoreRounds / 2;
+  // Flags of this lane's own groups. A quad without a group reads the row's first.
+  const auto score_flags = [&](int stretch) {
+    const int groups_left = mine.held - stretch - quad_first;
+    constexpr int kAtOnce = kBlocks == 1 ? kQuadGroups : kQuadGroups / 2;
     uint32_t flags = 0;
 #pragma unroll
-    for (int half = 0; half < kScoreRounds; half += kAtOnce) {
+    for (int half = 0; half < kQuadGroups; half += kAtOnce) {
       uint32_t group[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) group[j] = load_shared(my_list + 4 * kGroupsARound * (first_round + static_cast<uint32_t>(half + j)));
+      for (int g = 0; g < kAtOnce; ++g) group[g] = load_shared(quad_list + 4 * static_cast<uint32_t>(stretch + half + g));
       float4 four[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        four[j] = load_scores(score_vectors + 4 * (first + kGroupsARound * (half + j) < mine.held ? group[j] : 0));
-      }
+      for (int g = 0; g < kAtOnce; ++g) four[g] = load_scores(score_vectors + 4 * (half + g < groups_left ? group[g] : 0));
       __syncwarp();  // all are asked for
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const float bar = first + kGroupsARound * (half + j) < mine.held ? floor_score : __uint_as_float(kNanScoreBits);
-        const int bit = 4 * (half + j);
-        flags |= (four[j].x >= bar ? 1u << bit : 0u) | (four[j].y >= bar ? 2u << bit : 0u) | (four[j].z >= bar ? 4u << bit : 0u) |
-                 (four[j].w >= bar ? 8u << bit : 0u);
+      for (int g = 0; g < kAtOnce; ++g) {
+        const float bar = half + g < groups_left ? floor_score : __uint_as_float(kNanScoreBits);
+        const int bit = 4 * (half + g);
+        flags |= (four[g].x >= bar ? 1u << bit : 0u) | (four[g].y >= bar ? 2u << bit : 0u) | (four[g].z >= bar ? 4u << bit : 0u) |
+                 (four[g].w >= bar ? 8u << bit : 0u);
       }
     }
-    return within(flags, first_round);
+    return within(own_groups_of_quad(flags), stretch);
   };
-  const uint32_t rounds = static_cast<uint32_t>(mine.held + kGroupsARound - 1) / kGroupsARound;
   uint32_t first_flags = 0;
   found = 0;
 #pragma unroll 1
-  for (uint32_t round = 0; round < rounds; round += kScoreRounds) {
-    const uint32_t flags = score_flags(round);
-    if (round == 0) first_flags = flags;
+  for (int stretch = 0; stretch < mine.held; stretch += kWarpGroups) {
+    const uint32_t flags = score_flags(stretch);
+    if (stretch == 0) first_flags = flags;
     found += __reduce_add_sync(0xFFFFFFFFu, static_cast<uint32_t>(__popc(flags)));
   }
   if (lane == 0) shared.keys_of[warp] = found;
@@ -441,26 +455,48 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   counted = over_warps(shared.keys_of, warp);
   const int count = static_cast<int>(counted.total);
   if (count > kPoolCapacity) return give_whole_row(args, visible, row, true);
-  const BinMap<kFineBins> key_map(highest, floor_order);
   to = counted.before;
 #pragma unroll 1
-  for (uint32_t first_round = 0; first_round < rounds; first_round += kScoreRounds) {
-    const FlagPlaces places(first_round == 0 ? first_flags : score_flags(first_round));
-    // A lane has one or two, so it reads them again (from L1) instead of looking through all that it saw.
+  for (int stretch = 0; stretch < mine.held; stretch += kWarpGroups) {
+    const uint32_t own_flags = stretch == 0 ? first_flags : score_flags(stretch);
+    const uint32_t own = static_cast<uint32_t>(__popc(own_flags));
+    const uint32_t up_to = inclusive_over_warp(own);
+    uint64_t* next = keys + to + up_to - own;
 #pragma unroll 1
-    for (uint32_t flags = places.flags; flags != 0; flags &= flags - 1) {
-      const uint32_t bit = static_cast<uint32_t>(__ffs(static_cast<int>(flags))) - 1;
-      const uint32_t round = bit >> 2;
-      const uint32_t at = position_of(first_round + round, bit);
-      const float score = __ldg(scores + at);
-      const uint32_t before_in_round = static_cast<uint32_t>(__popc(places.flags & (15u << (4 * round)) & ((1u << bit) - 1u)));
-      keys[to + places.of_round(round) + before_in_round] = rank_key_of(score, at);
-      const int bin = key_map.bin_of(score);
-      count_in(bins, bin, true);
-      count_in(bins + 4 * kSelectBins, bin / 32, true);
+    for (uint32_t flags = own_flags; flags != 0; flags &= flags - 1) {
+      *next++ = position_of(stretch, static_cast<uint32_t>(__ffs(static_cast<int>(flags))) - 1);
     }
     __syncwarp();
-    to += places.total();
+    to += __shfl_sync(0xFFFFFFFFu, up_to, 31);
+  }
+  __syncthreads();
+
+  // Positions become keys, which are binned: a lane may have found many, so the threads share them anew, neighbours each. Few
+  // have more than the two that they hold on to.
+  const BinMap<kFineBins> key_map(highest, floor_order);
+  const int each = (count + kThreads - 1) / kThreads;
+  const int first_key = static_cast<int>(threadIdx.x) * each;
+  const int own_keys = max(0, min(each, count - first_key));
+  const auto key_of = [&](int i, uint32_t* bin) {
+    const uint32_t at = static_cast<uint32_t>(keys[first_key + i]);
+    const float score = __ldg(scores + at);
+    const uint64_t key = rank_key_of(score, at);
+    *bin = static_cast<uint32_t>(key_map.bin_of(score));
+    keys[first_key + i] = key;
+    count_in(bins, static_cast<int>(*bin), true);
+    count_in(bins + 4 * kSelectBins, static_cast<int>(*bin / 32), true);
+    return key;
+  };
+  uint64_t held_key[2] = {0, 0};
+  uint32_t held_bin[2] = {kFineBins, kFineBins};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i < own_keys) held_key[i] = key_of(i, &held_bin[i]);
+  }
+#pragma unroll 1
+  for (int i = 2; i < own_keys; ++i) {
+    uint32_t ignored;
+    key_of(i, &ignored);
   }
   __syncthreads();
 
@@ -469,20 +505,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const Crossing at_kth = find_crossing(pool.bins, pool.coarse, static_cast<uint32_t>(k));
   const uint32_t need = static_cast<uint32_t>(k) - at_kth.above;  // of the crossing bin
   const bool few = at_kth.inside <= kSelectFinalists && args.order == TopkOrder::kByPosition;
-  const int each = (count + kThreads - 1) / kThreads;
-  const int first_key = min(static_cast<int>(threadIdx.x) * each, count);
-  const int last_key = min(first_key + each, count);
+  const auto fine_bin = [&](uint64_t key) { return static_cast<uint32_t>(key_map.bin_of(score_of_order(order_bits_of_key(key)))); };
+  const auto visit_keys = [&](const auto& visit) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) visit(i, held_key[i], held_bin[i]);
+#pragma unroll 1
+    for (int i = 2; i < own_keys; ++i) visit(i, keys[first_key + i], fine_bin(keys[first_key + i]));
+  };
   uint64_t bound = 0;  // of the keys in the crossing bin; of all, where `few` is false
   if (!few) {
     bound = exact_bound(count, k, highest, floor_order);
   } else if (need != at_kth.inside) {
-#pragma unroll 1
-    for (int i = first_key; i < last_key; ++i) {
-      const uint64_t key = keys[i];
-      if (static_cast<uint32_t>(key_map.bin_of(score_of_key(key))) == at_kth.bin) {
-        pool.finalists[atomicAdd(&pool.finalist_count, 1u)] = key;
-      }
-    }
+    visit_keys([&](int, uint64_t key, uint32_t bin) {
+      if (bin == at_kth.bin) pool.finalists[atomicAdd(&pool.finalist_count, 1u)] = key;
+    });
     __syncthreads();
     bound = kth_finalist(at_kth.inside, static_cast<int>(need));
   }
@@ -492,18 +528,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     absent = give_by_rank(args, visible, row, count, k, bound);
   } else {
     uint32_t members = 0;  // of at most kPoolCapacity / kThreads keys, a bit each
-#pragma unroll 1
-    for (int i = first_key; i < last_key; ++i) {
-      const uint64_t key = keys[i];
-      const uint32_t bin = few ? static_cast<uint32_t>(key_map.bin_of(score_of_key(key))) : at_kth.bin;
-      members |= bin < at_kth.bin || (bin == at_kth.bin && key >= bound) ? 1u << (i - first_key) : 0u;
-    }
+    visit_keys([&](int i, uint64_t key, uint32_t bin) {
+      const bool in = few ? bin < at_kth.bin || (bin == at_kth.bin && key >= bound) : key >= bound && i < own_keys;
+      members |= in ? 1u << i : 0u;
+    });
     uint32_t total;
     uint32_t place = block_exclusive_scan<kThreads>(pool.warp_sums, static_cast<uint32_t>(__popc(members)), &total);
 #pragma unroll 1
     for (; members != 0; members &= members - 1) {
       const uint64_t key = keys[first_key + __ffs(static_cast<int>(members)) - 1];
-      write_member(args, visible, row, place++, position_of_key(key), score_of_key(key), &absent);
+      write_member(args, visible, row, place++, position_of_key(key), score_of_order(order_bits_of_key(key)), &absent);
     }
     __syncwarp();
   }

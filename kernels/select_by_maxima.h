@@ -34,7 +34,8 @@ constexpr bool selects_by_maxima(int64_t length_max, int32_t k) {
 }
 
 // As select_topk_cuda, for k <= kMaximaTopkMax; rows of scores on multiples of 64 bytes. No scratch. `fallbacks` counts rows
-// that were read whole because more scores reached the bound than there is room for.
+// that were read whole because more scores reached the bound than there is room for. On the stream it stands right behind
+// index_logits_with_maxima_cuda, or behind work that lets nothing start early: it reads lengths and entry_base before it waits.
 absl::Status select_by_maxima_cuda(const SelectTopkArgs& args, const GroupMaxima& maxima, void* stream);
 
 }  // namespace needle
