@@ -180,8 +180,8 @@ absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTu
 absl::StatusOr<bool> index_logits_gives_maxima(const IndexLogitsArgs& args) {
   const absl::StatusOr<DeviceFacts> facts = current_device_facts();
   if (!facts.ok()) return facts.status();
-  const bool as_stored = args.keys.element == ElementFormat::kBf16 ||
-                         (args.keys.element == ElementFormat::kFp8 && args.q_element == QueryElement::kFp8);
+  const bool as_stored =
+      args.keys.element == ElementFormat::kBf16 || (args.keys.element == ElementFormat::kFp8 && args.q_element == QueryElement::kFp8);
   return logits_tuning(facts->major, facts->minor, kSm90aCompiled).wgmma && as_stored && args.keys.slots_per_page % kTileSlots == 0 &&
          args.entry_begin == 0;
 }

@@ -146,8 +146,7 @@ __device__ __forceinline__ void convert_queries(const IndexLogitsArgs& args, con
 template <ElementFormat kKeys, MmaElement kMma, int kHeads, int kTokens>
 __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThreads, 1)
     index_logits_sm90_kernel(const __grid_constant__ IndexLogitsArgs args, const __grid_constant__ CUtensorMap key_map,
-                             const __grid_constant__ CUtensorMap query_map, const GroupMaxima maxima, int stages,
-                             CachePriority read_once) {
+                             const __grid_constant__ CUtensorMap query_map, const GroupMaxima maxima, int stages, CachePriority read_once) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Shape = Sm90Shape<kKeys, kMma, kHeads, kTokens>;
   using Traits = KeyTraits<kKeys>;

@@ -30,14 +30,14 @@ namespace {
 
 constexpr int kThreads = kTailThreads;
 constexpr int kWarps = kThreads / 32;
-constexpr int kValuesOfLane = 4;  // what a lane's maxima are boiled down to
-constexpr int kCoarseBins = 256;  // of those values: a lane has eight
-constexpr int kFineBins = 1024;   // of the pool: 32 coarse ones of 32
+constexpr int kValuesOfLane = 4;                   // what a lane's maxima are boiled down to
+constexpr int kCoarseBins = 256;                   // of those values: a lane has eight
+constexpr int kFineBins = 1024;                    // of the pool: 32 coarse ones of 32
 constexpr int kPoolCapacity = kMaximaGroup * 512;  // k groups of equal scores at k = 512
 constexpr int kGroupsMax = 4096;
 constexpr int kVectorEntries = 4 * kMaximaGroup;  // scores that 16 bytes of maxima stand for
-constexpr int kMaximaRounds = 4;  // 16-byte vectors of maxima that a lane has under way
-constexpr int kQuadGroups = 8;  // neighbours on the list whose scores four lanes read, a quarter of each a lane
+constexpr int kMaximaRounds = 4;                  // 16-byte vectors of maxima that a lane has under way
+constexpr int kQuadGroups = 8;                    // neighbours on the list whose scores four lanes read, a quarter of each a lane
 constexpr int kWarpGroups = 8 * kQuadGroups;
 
 struct alignas(16) MaximaShared {
@@ -75,10 +75,7 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
 // Scores that are asked for before the next __syncwarp(): the compiler would ask for each only where it is looked at.
 __device__ __forceinline__ float4 load_scores(const float4* from) {
   float4 four;
-  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-               : "l"(from)
-               : "memory");
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "l"(from) : "memory");
   return four;
 }
 

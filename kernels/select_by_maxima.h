@@ -16,9 +16,9 @@
 
 namespace needle {
 
-inline constexpr int kMaximaGroup = 16;        // scores a maximum stands for
-inline constexpr int kMaximaTopkMax = 1024;        // the largest k that is selected so
-inline constexpr int kMaximaLengthPerK = 32;   // rows shorter than so many k are as soon read whole
+inline constexpr int kMaximaGroup = 16;       // scores a maximum stands for
+inline constexpr int kMaximaTopkMax = 1024;   // the largest k that is selected so
+inline constexpr int kMaximaLengthPerK = 32;  // rows shorter than so many k are as soon read whole
 
 // orders[row x stride + g]: the largest score_order_bits() of the row's scores [16 g, 16 g + 16) inside its length, 0 where
 // none of them is a number; complete up to a multiple of 64 entries. Device memory; each row on a multiple of 16 bytes,

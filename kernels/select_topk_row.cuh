@@ -147,8 +147,9 @@ __device__ __forceinline__ uint32_t place_of_bit(const uint4* bitmap, const uint
 
 // The keys >= bound ascending by position, stretch by stretch where the bitmap is too small for the row. A barrier lies
 // behind the call.
-__device__ __noinline__ inline uint32_t give_by_position(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length,
-                                                  KeyShare share, uint64_t bound, uint4* bitmap, uint32_t bitmap_bytes) {
+__device__ __noinline__ inline uint32_t give_by_position(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row,
+                                                         uint32_t length, KeyShare share, uint64_t bound, uint4* bitmap,
+                                                         uint32_t bitmap_bytes) {
   uint32_t absent = 0;
   uint32_t given = 0;
   const uint64_t* keys = select_keys();
@@ -248,8 +249,8 @@ __device__ __forceinline__ bool give_at_once(const SelectTopkArgs& args, const V
 }
 
 // The keys >= bound in the total order. They are one run.
-__device__ __noinline__ inline uint32_t give_by_rank(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, int count, int members,
-                                              uint64_t bound) {
+__device__ __noinline__ inline uint32_t give_by_rank(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, int count,
+                                                     int members, uint64_t bound) {
   uint32_t absent = 0;
   block_keep_at_least<kTailThreads>(count, bound);
   block_sort_descending<kTailThreads>(members);
