@@ -38,6 +38,13 @@ __device__ __forceinline__ void widen_bf16_octet(const uint4& raw, float (&x)[8]
     x[2 * w + 1] = __uint_as_float(words[w] & 0xFFFF0000u);
   }
 }
+// An octet as it came: one vector of bf16 or two of fp32.
+__device__ __forceinline__ void widen_octet(const uint4 (&raw)[1], float (&x)[8]) { widen_bf16_octet(raw[0], x); }
+__device__ __forceinline__ void widen_octet(const uint4 (&raw)[2], float (&x)[8]) {
+  const uint32_t words[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = __uint_as_float(words[i]);
+}
 __device__ __forceinline__ void load_octet(const void* row, RowElement element, int64_t column, float (&x)[8]) {
   if (element == RowElement::kBf16) {
     widen_bf16_octet(*reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(row) + column), x);
@@ -56,6 +63,12 @@ __device__ __forceinline__ void load_octet(const void* row, RowElement element, 
   }
 }
 __device__ __forceinline__ void load_float_octet(const float* from, float (&x)[8]) { load_octet(from, RowElement::kFp32, 0, x); }
+
+// The same where it stands: nvcc neither moves the load nor keeps its numbers for a later one (ptxas may still move it).
+__device__ __forceinline__ void load_float_octet_here(const float* from, float (&x)[8]) {
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(from) : "memory");
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[4]), "=f"(x[5]), "=f"(x[6]), "=f"(x[7]) : "l"(from + 4) : "memory");
+}
 
 // Two values to bf16, the first in the low half. NaN becomes 0x7FFF.
 __device__ __forceinline__ uint32_t pack_bf16(float first, float second) {
@@ -77,15 +90,21 @@ __device__ __forceinline__ float sum_lanes(float value) {
   for (int step = 1; step < kLanes; step <<= 1) value += __shfl_xor_sync(0xFFFFFFFFu, value, step);
   return value;
 }
-// The largest magnitude over neighbouring lanes, as bits: NaN is larger than infinity, and so is kept.
+// The larger magnitude, or NaN if one of them is.
+__device__ __forceinline__ float larger_or_nan(float one, float other) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(one)), "f"(fabsf(other)));
+  return larger;
+}
+// The largest magnitude over neighbouring lanes; NaN if there is one.
 template <int kLanes>
 __device__ __forceinline__ float amax_lanes(const float (&x)[8]) {
-  uint32_t largest = 0;
+  float largest = fabsf(x[0]);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7FFFFFFFu);
+  for (int i = 1; i < 8; ++i) largest = larger_or_nan(largest, x[i]);
 #pragma unroll
-  for (int step = 1; step < kLanes; step <<= 1) largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
-  return __uint_as_float(largest);
+  for (int step = 1; step < kLanes; step <<= 1) largest = larger_or_nan(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
+  return largest;
 }
 
 template <int kDims>
@@ -95,6 +114,29 @@ __device__ __forceinline__ void round_row(RowOfLanes<kDims>& row) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) row.x[t][i] = on_bf16_grid(row.x[t][i]);
   }
+}
+
+// The chain that a V4 model asks for, and whose choices a kernel compiled for it alone need not make: RMS norm, one rounding,
+// interleaved RoPE; of 128 dimensions rotated bf16 index-K, of 512 fp8 main KV.
+inline bool is_usual(const EntryChain& chain) {
+  const Component& component = chain.component;
+  return chain.norm == NormKind::kRms && chain.rounding == RoundingMode::kOnce && component.rope == RopeStyle::kInterleavedLast64 &&
+         chain.rope.positions > 0 &&
+         (component.head_dim == 128 ? component.hadamard && component.element == ElementFormat::kBf16
+                                    : component.element == ElementFormat::kFp8DsMla);
+}
+// The chain as a kernel sees it: of the usual one, the choices as constants.
+template <int kDims, bool kUsual>
+__device__ __forceinline__ EntryChain chain_of_kernel(const EntryChain& given) {
+  EntryChain chain = given;
+  if constexpr (kUsual) {
+    chain.norm = NormKind::kRms;
+    chain.rounding = RoundingMode::kOnce;
+    chain.component.rope = RopeStyle::kInterleavedLast64;
+    chain.component.hadamard = kDims == 128;
+    chain.component.element = kDims == 128 ? ElementFormat::kBf16 : ElementFormat::kFp8DsMla;
+  }
+  return chain;
 }
 
 // What norm and RoPE read from memory for a row, asked for before anything waits: the row's own loads, these and a page
@@ -113,20 +155,35 @@ struct ChainOperands {
       }
     }
   }
-  __device__ __forceinline__ void load_angles(const EntryChain& chain, int64_t position) {
+  // The same from a copy in shared memory.
+  __device__ __forceinline__ void load_weights_from(const float4* copy) {
+    using Row = RowOfLanes<kDims>;
+#pragma unroll
+    for (int t = 0; t < Row::kTurns; ++t) {
+      if (8 * Row::octet(t) < norm_dims(kDims)) load_float_octet(reinterpret_cast<const float*>(copy) + 8 * Row::octet(t), weight[t]);
+    }
+  }
+  __device__ __forceinline__ void load_angles(const EntryChain& chain, int64_t position) { load_angles(chain, position, load_float_octet); }
+  __device__ __forceinline__ void load_angles_at_once(const EntryChain& chain, int64_t position) {
+    load_angles(chain, position, load_float_octet_here);
+  }
+  template <class Load>
+  __device__ __forceinline__ void load_angles(const EntryChain& chain, int64_t position, const Load& load) {
     using Row = RowOfLanes<kDims>;
 #pragma unroll
     for (int t = 0; t < Row::kTurns; ++t) {
       const int in_last = Row::octet(t) - (Row::kOctets - kRopeDims / 8);
       if (chain.component.rope == RopeStyle::kInterleavedLast64 && in_last >= 0 && Row::has(t)) {
-        load_float_octet(chain.rope.cos_sin + position * kRopeDims + 8 * in_last, angle);
+        load(chain.rope.cos_sin + position * kRopeDims + 8 * in_last, angle);
       }
     }
   }
 };
 
+// `late`: an RMS norm's scale is not applied but given back, for the rotation to apply; 1 otherwise.
 template <int kDims>
-__device__ __forceinline__ void norm_row(const EntryChain& chain, const ChainOperands<kDims>& operands, RowOfLanes<kDims>& row) {
+__device__ __forceinline__ float norm_row(const EntryChain& chain, const ChainOperands<kDims>& operands, bool late,
+                                          RowOfLanes<kDims>& row) {
   using Row = RowOfLanes<kDims>;
   constexpr int kNormDims = norm_dims(kDims);
   float mean = 0;
@@ -159,6 +216,9 @@ __device__ __forceinline__ void norm_row(const EntryChain& chain, const ChainOpe
         load_float_octet(chain.norm_bias + 8 * Row::octet(t), bias);
 #pragma unroll
         for (int i = 0; i < 8; ++i) row.x[t][i] = (row.x[t][i] - mean) * scale * operands.weight[t][i] + bias[i];
+      } else if (late) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) row.x[t][i] *= operands.weight[t][i];
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) row.x[t][i] = row.x[t][i] * scale * operands.weight[t][i];
@@ -168,6 +228,7 @@ __device__ __forceinline__ void norm_row(const EntryChain& chain, const ChainOpe
       for (int i = 0; i < 8; ++i) row.x[t][i] = spoiler;
     }
   }
+  return late ? scale : 1.0f;
 }
 
 template <int kDims>
@@ -185,8 +246,8 @@ __device__ __forceinline__ void rotate_row(const EntryChain& chain, const ChainO
       for (int i = 0; i < 8; i += 2) {
         const float first = row.x[t][i];
         const float second = row.x[t][i + 1];
-        row.x[t][i] = first * angle[i] - second * angle[i + 1];
-        row.x[t][i + 1] = second * angle[i] + first * angle[i + 1];
+        row.x[t][i] = __fmaf_rn(first, angle[i], -(second * angle[i + 1]));
+        row.x[t][i + 1] = __fmaf_rn(second, angle[i], first * angle[i + 1]);
       }
     }
     return;
@@ -210,7 +271,8 @@ __device__ __forceinline__ void rotate_row(const EntryChain& chain, const ChainO
   }
 }
 
-__device__ __forceinline__ void hadamard_row(RowOfLanes<128>& row) {
+// Times `scale`.
+__device__ __forceinline__ void hadamard_row(float scale, RowOfLanes<128>& row) {
   float(&x)[8] = row.x[0];
 #pragma unroll
   for (int step = 1; step < 8; step <<= 1) {
@@ -230,7 +292,7 @@ __device__ __forceinline__ void hadamard_row(RowOfLanes<128>& row) {
     for (int i = 0; i < 8; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(0xFFFFFFFFu, x[i], step));
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] *= 0.08838834764831845f;  // 128^-0.5
+  for (int i = 0; i < 8; ++i) x[i] *= scale * 0.08838834764831845f;  // 128^-0.5
 }
 
 // Norm, RoPE and rotation, with the mode's roundings, up to where quantisation begins.
@@ -238,9 +300,12 @@ template <int kDims>
 __device__ __forceinline__ void finish_row(const EntryChain& chain, const ChainOperands<kDims>& operands, bool after_pool, int64_t position,
                                            RowOfLanes<kDims>& row) {
   const bool by_stage = chain.rounding == RoundingMode::kRefV4;
+  // The rotation multiplies by a constant at its end: without a rounding on the way, by the norm's scale as well.
+  const bool late = kDims == 128 && chain.norm == NormKind::kRms && chain.component.hadamard && !by_stage;
+  float scale = 1.0f;
   if (after_pool && by_stage) round_row(row);
   if (chain.norm != NormKind::kNone) {
-    norm_row(chain, operands, row);
+    scale = norm_row(chain, operands, late, row);
     if (by_stage) round_row(row);
   }
   if (chain.component.rope != RopeStyle::kNone) {
@@ -249,7 +314,7 @@ __device__ __forceinline__ void finish_row(const EntryChain& chain, const ChainO
   }
   if constexpr (kDims == 128) {
     if (chain.component.hadamard) {
-      hadamard_row(row);
+      hadamard_row(scale, row);
       if (by_stage) round_row(row);
     }
   }

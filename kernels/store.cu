@@ -12,6 +12,7 @@
 //     trace. Ratio 4: softmax over its 8 rows at once. Ratio 128: fold_row(), one row after the other.
 //  3. A bad id leaves out that entry, or that sequence where the sequence itself names it: counted, status set.
 #include <algorithm>
+#include <bit>
 #include <string>
 
 #include "base/units.h"
@@ -27,9 +28,15 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kFoldThreads = 256;  // ratio 128: a thread two channels
 constexpr int kRecordThreads = 512;
-constexpr int kWindowRows = 4;       // of input rows, one of which completes an entry of ratio 4
-constexpr int kPooledTurns = 4;      // rows that a group of lanes finishes, one after the other
-constexpr int kStretchTurnsMax = 8;  // the same of entries
+constexpr int kWindowRows = 4;   // of input rows, one of which completes an entry of ratio 4
+constexpr int kPooledTurns = 4;  // rows that a group of lanes finishes, one after the other
+constexpr int kPooledTogether = 2;
+constexpr int kStretchThreadsMax = 256;
+constexpr int kStretchBlocks = 2;        // a multiprocessor
+constexpr float kBiasSpreadMax = 32.0f;  // of a channel's position bias over the rows of an entry; see pool
+// Entries of a block of store_stretch_kernel.
+template <int kDims>
+inline constexpr int kStretchEntriesMax = kDims == 128 ? 72 : 48;
 
 // --------------------------------------------------------------------------------------------------------- pooled rows
 
@@ -99,6 +106,83 @@ __global__ void __launch_bounds__(kThreads, kDims == 128 ? 8 : 4)
     if (finishes) finish_row(args.chain, operands, true, place.position, row);
     if (place.data != nullptr && args.finished != nullptr) give_finished(row, args.finished + index * args.finished_stride);
     quantise_row(args.chain, row, place.data, place.scale);
+  }
+}
+
+// Where slots lie, from what the host knows. Pages nearly always hold a power of two of them, and a shift is no division.
+struct SlotNumbers {
+  int64_t end;    // of the pool's slots
+  int32_t shift;  // log2 of slots_per_page; -1: it is not a power of two
+};
+SlotNumbers slot_numbers(const MutableLayerView& out) {
+  const uint32_t slots = static_cast<uint32_t>(out.slots_per_page);
+  return {out.page_count * out.slots_per_page, std::has_single_bit(slots) ? std::countr_zero(slots) : -1};
+}
+
+// The usual chain's index-K rows: a group of lanes finishes kPooledTogether of them, all of whose loads are under way at
+// once, and every lane finds by itself where its rows go.
+template <RowElement kElement>
+__global__ void __launch_bounds__(kThreads, 8)
+    store_pooled_usual_kernel(const __grid_constant__ StorePooledArgs args, const __grid_constant__ SlotNumbers numbers) {
+  using Row = RowOfLanes<128>;
+  constexpr int kGroups = kThreads / Row::kLanes;
+  constexpr int kVectors = kElement == RowElement::kBf16 ? 1 : 2;
+  const EntryChain chain = chain_of_kernel<128, true>(args.chain);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kGroups * kPooledTogether) + threadIdx.x / Row::kLanes;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  // In the order in which they are needed, and all before any is: a multiprocessor gives loads back in order.
+  ChainOperands<128> operands[kPooledTogether];
+  int64_t positions[kPooledTogether];
+  int64_t slots[kPooledTogether];
+  uint4 raw[kPooledTogether][kVectors];
+#pragma unroll
+  for (int j = 0; j < kPooledTogether; ++j) positions[j] = args.positions[min(first + j * kGroups, args.count - 1)];
+#pragma unroll
+  for (int j = 0; j < kPooledTogether; ++j) {
+    const int64_t index = min(first + j * kGroups, args.count - 1);
+    const uint4* from = static_cast<const uint4*>(device_row_at(args.rows, index)) + kVectors * Row::lane();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) raw[j][v] = from[v];
+    slots[j] = args.slots[index];
+  }
+  operands[0].load_weights(chain);
+#pragma unroll
+  for (int j = 0; j < kPooledTogether; ++j) {
+    const bool in_table = static_cast<uint64_t>(positions[j]) < static_cast<uint64_t>(chain.rope.positions);
+    operands[j].load_angles(chain, in_table ? positions[j] : 0);
+  }
+  Row rows[kPooledTogether];
+#pragma unroll
+  for (int j = 0; j < kPooledTogether; ++j) {
+    if (first + j * kGroups >= args.count) slots[j] = kNoSlot;
+    // kNoSlot is outside the pool too. One comparison each, nearly always the only ones.
+    const bool in_table = static_cast<uint64_t>(positions[j]) < static_cast<uint64_t>(chain.rope.positions);
+    const bool in_pool = static_cast<uint64_t>(slots[j]) < static_cast<uint64_t>(numbers.end);
+    if (!in_table || !in_pool) {
+      if (slots[j] != kNoSlot && Row::lane() == 0) {
+        report_count(args.report, &OpReport::skipped_rows, 1);
+        report_status(args.report, in_pool ? kStatusBadPosition : kStatusBadSlot);
+      }
+      slots[j] = kNoSlot;
+    }
+    widen_octet(raw[j], rows[j].x[0]);
+  }
+#pragma unroll
+  for (int j = 0; j < kPooledTogether; ++j) {
+    if (j > 0) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) operands[j].weight[0][i] = operands[0].weight[0][i];
+    }
+    finish_row(chain, operands[j], true, positions[j], rows[j]);
+    std::byte* data = nullptr;
+    if (slots[j] != kNoSlot) {
+      const int64_t page = numbers.shift >= 0 ? slots[j] >> numbers.shift : quotient(slots[j], args.out.slots_per_page);
+      const int64_t in_page = slots[j] - page * args.out.slots_per_page;
+      data = args.out.base + page * args.out.page_stride + in_page * 256;
+      if (args.finished != nullptr) give_finished(rows[j], args.finished + (first + j * kGroups) * args.finished_stride);
+    }
+    quantise_row(chain, rows[j], data, nullptr);
   }
 }
 
@@ -174,169 +258,236 @@ __device__ __forceinline__ DeviceRow row_of_position(const StoreRowsArgs& args, 
                                                  : device_call_row(args, task.sequence, position);
 }
 
-// e^(weight - maximum), with the maximum given as its product with -log2 e. Never above 1 but for rounding.
-__device__ __forceinline__ float share_of_weight(float weight, float minus_maximum) {
+// Softmax over the 8 rows of a ratio-4 entry, in a channel: a row's share is e^(gate - top gate + bias - top bias), with the
+// tops over all eight. No share is above 1, and the top gate's row keeps at least e^-kBiasSpreadMax, whatever the gates: so
+// the bias part is worked out beforehand, and the top gate is found among the gates as they came. Channels whose bias
+// spreads further are scored first (gate + bias takes the gate's place, and no bias is left).
+__device__ __forceinline__ float bias_exponent(float bias, float top_bias) { return (bias - top_bias) * kLog2E; }
+__device__ __forceinline__ bool spreads_too_far(float top_bias, float low_bias) { return !(top_bias - low_bias <= kBiasSpreadMax); }
+__device__ __forceinline__ float share_of_row(float gate, float top_gate, float bias_exponent) {
   float share;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(__fmaf_rn(weight, kLog2E, minus_maximum)));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(__fmaf_rn(gate - top_gate, kLog2E, bias_exponent)));
   return share;
 }
-
-// Softmax over the 8 rows of a ratio-4 entry, one octet of channels: weights are in, values are asked for row by row.
-// `value_of(r, value)` gives false for a row that does not exist.
-template <class ValueOf>
-__device__ __forceinline__ void pool_weighted(const float (&weight)[kRowsPooledOverlap][8], const ValueOf& value_of, float (&x)[8]) {
-  float minus_maximum[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float maximum = kEmptyMaximum;
-#pragma unroll
-    for (int r = 0; r < kRowsPooledOverlap; ++r) maximum = fmaxf(maximum, weight[r][i]);
-    minus_maximum[i] = -(maximum * kLog2E);
-  }
-  float sum[8] = {};
-  float weighted[8] = {};
-#pragma unroll
-  for (int r = 0; r < kRowsPooledOverlap; ++r) {
-    float value[8];
-    if (!value_of(r, value)) continue;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float share = share_of_weight(weight[r][i], minus_maximum[i]);
-      sum[i] += share;
-      weighted[i] = __fmaf_rn(share, value[i], weighted[i]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = __fdividef(weighted[i], sum[i]);
+__device__ __forceinline__ float pooled_share(float weighted, float sum) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
+  return weighted * inverse;
 }
 
-// Rows from anywhere, of any format.
+// One octet of channels; rows from anywhere, of any format.
 __device__ __forceinline__ void pool_octet(const StoreRowsArgs& args, const EntryTask& task, int dims, int octet, float (&x)[8]) {
   const int64_t first = task.entry * kOverlapRatio;
-  float weight[kRowsPooledOverlap][8];
+  const auto bias_of = [&](int r, float(&bias)[8]) {
+    load_float_octet_here(args.position_bias + (r % kOverlapRatio) * 2 * dims + (r < kOverlapRatio ? 0 : dims) + 8 * octet, bias);
+  };
+  float gate[kRowsPooledOverlap][8];
   const void* kv[kRowsPooledOverlap];
   RowElement kv_element[kRowsPooledOverlap];
 #pragma unroll
   for (int r = 0; r < kRowsPooledOverlap; ++r) {
     const int64_t position = first - kOverlapRatio + r;
-    const int column = (r < kOverlapRatio ? 0 : dims) + 8 * octet;
     kv[r] = nullptr;
     kv_element[r] = RowElement::kFp32;
     if (position < 0) {  // group 0 has no group before it
 #pragma unroll
-      for (int i = 0; i < 8; ++i) weight[r][i] = -INFINITY;
+      for (int i = 0; i < 8; ++i) gate[r][i] = -INFINITY;
       continue;
     }
     const DeviceRow raw = row_of_position(args, task, position);
     kv[r] = raw.kv;
     kv_element[r] = raw.kv_element;
-    float bias[8];
-    load_float_octet(args.position_bias + (r % kOverlapRatio) * 2 * dims + column, bias);
-    load_octet(raw.gate, raw.gate_element, column, weight[r]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) weight[r][i] += bias[i];
+    load_octet(raw.gate, raw.gate_element, (r < kOverlapRatio ? 0 : dims) + 8 * octet, gate[r]);
   }
-  const auto value_of = [&](int r, float(&value)[8]) {
-    if (kv[r] == nullptr) return false;
+  float top_bias[8];
+  float low_bias[8];
+  bias_of(0, top_bias);
+  bias_of(0, low_bias);
+#pragma unroll
+  for (int r = 1; r < kRowsPooledOverlap; ++r) {
+    float bias[8];
+    bias_of(r, bias);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      top_bias[i] = fmaxf(top_bias[i], bias[i]);
+      low_bias[i] = fminf(low_bias[i], bias[i]);
+    }
+  }
+  bool scored = false;  // some channel is
+#pragma unroll
+  for (int i = 0; i < 8; ++i) scored |= spreads_too_far(top_bias[i], low_bias[i]);
+  if (scored) {
+#pragma unroll
+    for (int r = 0; r < kRowsPooledOverlap; ++r) {
+      float bias[8];
+      bias_of(r, bias);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (spreads_too_far(top_bias[i], low_bias[i])) gate[r][i] += bias[i];
+      }
+    }
+  }
+  float top_gate[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    top_gate[i] = gate[0][i];
+#pragma unroll
+    for (int r = 1; r < kRowsPooledOverlap; ++r) top_gate[i] = fmaxf(top_gate[i], gate[r][i]);
+  }
+  float sum[8] = {};
+  float weighted[8] = {};
+#pragma unroll
+  for (int r = 0; r < kRowsPooledOverlap; ++r) {
+    if (kv[r] == nullptr) continue;
+    float bias[8];
+    float value[8];
+    bias_of(r, bias);
     load_octet(kv[r], kv_element[r], (r < kOverlapRatio ? 0 : dims) + 8 * octet, value);
-    return true;
-  };
-  pool_weighted(weight, value_of, x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float exponent = spreads_too_far(top_bias[i], low_bias[i]) ? 0.0f : bias_exponent(bias[i], top_bias[i]);
+      const float share = share_of_row(gate[r][i], top_gate[i], exponent);
+      sum[i] += share;
+      weighted[i] = __fmaf_rn(share, value[i], weighted[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = pooled_share(weighted[i], sum[i]);
 }
 
-// One octet of channels of the 8 rows behind an entry where all are the call's own and of one element format: copied to
-// this thread's own places in shared memory while it works on the octet before, then pooled to the same numbers in the
-// same order. Blocks that all loaded and then all computed would leave memory idle half of the time.
+// One octet of channels of the 8 rows behind an entry where all are the call's own and of one element format. They pass
+// through this thread's own places in shared memory: a row's next octet is on its way there as soon as the row was read, so
+// memory is asked evenly and registers hold one row at a time. The same numbers in the same order as pool_octet.
 template <RowElement kElement>
 struct OctetsOfCall {
   static constexpr int kVectors = kElement == RowElement::kBf16 ? 1 : 2;  // 16-byte vectors an octet
   static constexpr int kBytes = kElement == RowElement::kBf16 ? 2 : 4;
-  static constexpr int kSharedBytes = 2 * kRowsPooledOverlap * kVectors * 16 * kThreads;  // of a block
-  uint4 gate[kRowsPooledOverlap][kVectors];
-  uint4 kv[kRowsPooledOverlap][kVectors];
+  static constexpr int kPlaceBytes = 32 * 16;  // of a warp's vectors side by side
+  static constexpr int kWarpBytes = 2 * kRowsPooledOverlap * kVectors * kPlaceBytes;
 
-  // Without a group before, the first four rows are not looked at.
-  __device__ __forceinline__ static void request(const StoreRowsArgs& args, uint32_t own, int64_t first_row, bool group_before, int dims,
-                                                 int octet) {
-    const std::byte* kv_from = static_cast<const std::byte*>(args.kv.data) + (first_row * args.kv.row_stride + 8 * octet) * kBytes;
-    const std::byte* gate_from = static_cast<const std::byte*>(args.gate.data) + (first_row * args.gate.row_stride + 8 * octet) * kBytes;
+  __device__ __forceinline__ static uint32_t gate_place(uint32_t own, int r, int v) { return own + (2 * r * kVectors + v) * kPlaceBytes; }
+  __device__ __forceinline__ static uint32_t kv_place(uint32_t own, int r, int v) {
+    return own + ((2 * r + 1) * kVectors + v) * kPlaceBytes;
+  }
+
+  // What is copied next to the places: from row 0 on, and whether at all.
+  struct Request {
+    const std::byte* kv;
+    const std::byte* gate;
+    bool before;  // the group before, which entry 0 lacks
+    bool own;     // the group itself
+  };
+  // Rows are asked for in order, of gate and of kv each.
+  __device__ __forceinline__ static void ask_gate(uint32_t own, Request& request, const StoreRowsArgs& args, int dims, int r) {
+    if (r < kOverlapRatio ? request.before : request.own) {
 #pragma unroll
-    for (int r = 0; r < kRowsPooledOverlap; ++r) {
-      const int column = (r < kOverlapRatio ? 0 : dims) * kBytes;
-      if (r >= kOverlapRatio || group_before) {
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          copy_vector(own + (2 * r * kVectors + v) * 16 * kThreads, gate_from + column + 16 * v);
-          copy_vector(own + ((2 * r + 1) * kVectors + v) * 16 * kThreads, kv_from + column + 16 * v);
-        }
+      for (int v = 0; v < kVectors; ++v) {
+        copy_vector(gate_place(own, r, v), request.gate + (r < kOverlapRatio ? 0 : dims) * kBytes + 16 * v);
       }
-      gate_from += args.gate.row_stride * kBytes;
-      kv_from += args.kv.row_stride * kBytes;
     }
+    request.gate += args.gate.row_stride * kBytes;
+  }
+  __device__ __forceinline__ static void ask_kv(uint32_t own, Request& request, const StoreRowsArgs& args, int dims, int r) {
+    if (r < kOverlapRatio ? request.before : request.own) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        copy_vector(kv_place(own, r, v), request.kv + (r < kOverlapRatio ? 0 : dims) * kBytes + 16 * v);
+      }
+    }
+    request.kv += args.kv.row_stride * kBytes;
   }
   __device__ __forceinline__ static void copy_vector(uint32_t to, const std::byte* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
   }
-  // What was requested, into registers; the places are free for the next request then.
-  __device__ __forceinline__ void take(uint32_t own, bool group_before) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#pragma unroll
-    for (int r = 0; r < kRowsPooledOverlap; ++r) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        gate[r][v] = shared_vector(own + (2 * r * kVectors + v) * 16 * kThreads);
-        kv[r][v] = shared_vector(own + ((2 * r + 1) * kVectors + v) * 16 * kThreads);
-      }
-    }
-    if (group_before) return;
-    constexpr uint32_t kNoWeight = kElement == RowElement::kBf16 ? 0xFF80FF80u : 0xFF800000u;  // minus infinity
+  __device__ __forceinline__ static void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+  // The group before entry 0: rows that weigh nothing.
+  __device__ __forceinline__ static void put_no_group(uint32_t own) {
+    constexpr uint32_t kNoGate = kElement == RowElement::kBf16 ? 0xFF80FF80u : 0xFF800000u;  // minus infinity
 #pragma unroll
     for (int r = 0; r < kOverlapRatio; ++r) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        gate[r][v] = uint4{kNoWeight, kNoWeight, kNoWeight, kNoWeight};
-        kv[r][v] = uint4{0, 0, 0, 0};
+        put_words(gate_place(own, r, v), kNoGate);
+        put_words(kv_place(own, r, v), 0);
       }
     }
   }
-  __device__ __forceinline__ static uint4 shared_vector(uint32_t from) {
+  __device__ __forceinline__ static void put_words(uint32_t to, uint32_t word) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(word) : "memory");
+  }
+  __device__ __forceinline__ static uint4 vector_at(uint32_t from) {
     uint4 vector;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w) : "r"(from));
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w)
+                 : "r"(from)
+                 : "memory");
     return vector;
   }
-  __device__ __forceinline__ static void widen(const uint4 (&raw)[kVectors], float (&out)[8]) {
+  // The larger gates of two rows: bf16 as pairs, two in an instruction.
+  __device__ __forceinline__ static uint32_t larger_gates(uint32_t one, uint32_t other) {
+    uint32_t larger;
     if constexpr (kElement == RowElement::kBf16) {
-      widen_bf16_octet(raw[0], out);
+      asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(one), "r"(other));
     } else {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        out[4 * v] = __uint_as_float(raw[v].x);
-        out[4 * v + 1] = __uint_as_float(raw[v].y);
-        out[4 * v + 2] = __uint_as_float(raw[v].z);
-        out[4 * v + 3] = __uint_as_float(raw[v].w);
-      }
+      larger = __float_as_uint(fmaxf(__uint_as_float(one), __uint_as_float(other)));
     }
+    return larger;
   }
-  // `bias`: [8 rows][2 halves of an octet][octets] vectors in shared memory, each half's vectors side by side.
-  __device__ __forceinline__ void pool(const float4* bias, int dims, int octet, float (&x)[8]) const {
-    float weight[kRowsPooledOverlap][8];
+  // `exponents`: [8 rows][2 halves of an octet][octets] vectors of bias_exponent, each half's vectors side by side.
+  // `next` is asked for on the way.
+  template <int kDims>
+  __device__ __forceinline__ static void pool(uint32_t own, const float4* exponents, int octet, const StoreRowsArgs& args, Request next,
+                                              float (&x)[8]) {
+    float top_gate[8];
+    {
+      uint4 top[kVectors];
+#pragma unroll
+      for (int r = 0; r < kRowsPooledOverlap; ++r) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          const uint4 gate = vector_at(gate_place(own, r, v));
+          if (r == 0) {
+            top[v] = gate;
+          } else {
+            top[v] = uint4{larger_gates(top[v].x, gate.x), larger_gates(top[v].y, gate.y), larger_gates(top[v].z, gate.z),
+                           larger_gates(top[v].w, gate.w)};
+          }
+        }
+      }
+      widen_octet(top, top_gate);
+    }
+    float sum[8] = {};
+    float weighted[8] = {};
 #pragma unroll
     for (int r = 0; r < kRowsPooledOverlap; ++r) {
-      widen(gate[r], weight[r]);
+      uint4 raw_gate[kVectors];
+      uint4 raw_kv[kVectors];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        raw_gate[v] = vector_at(gate_place(own, r, v));
+        raw_kv[v] = vector_at(kv_place(own, r, v));
+      }
+      ask_gate(own, next, args, kDims, r);
+      ask_kv(own, next, args, kDims, r);
+      float gate[8];
+      float value[8];
+      widen_octet(raw_gate, gate);
+      widen_octet(raw_kv, value);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float4 of_row = bias[(2 * r + half) * (dims / 8) + octet];
-        weight[r][4 * half] += of_row.x;
-        weight[r][4 * half + 1] += of_row.y;
-        weight[r][4 * half + 2] += of_row.z;
-        weight[r][4 * half + 3] += of_row.w;
+        const float4 of_row = exponents[(2 * r + half) * (kDims / 8) + octet];
+        const float exponent[4] = {of_row.x, of_row.y, of_row.z, of_row.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = 4 * half + e;
+          const float share = share_of_row(gate[i], top_gate[i], exponent[e]);
+          sum[i] = r == 0 ? share : sum[i] + share;
+          weighted[i] = __fmaf_rn(share, value[i], weighted[i]);
+        }
       }
     }
-    const auto value_of = [&](int r, float(&value)[8]) {
-      widen(kv[r], value);
-      return true;
-    };
-    pool_weighted(weight, value_of, x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = pooled_share(weighted[i], sum[i]);
   }
 };
 
@@ -381,18 +532,12 @@ __device__ __forceinline__ void store_window(const StoreRowsArgs& args, int64_t 
 }
 
 template <int kDims>
-__device__ __noinline__ void store_window_out_of_line(const StoreRowsArgs& args, int64_t first_row) {
-  store_window<kDims>(args, first_row, kWindowRows);
-}
-
-// One row a group of lanes, or none (-1).
-template <int kDims>
-__device__ __noinline__ void store_row_out_of_line(const StoreRowsArgs& args, int64_t row) {
-  store_window<kDims>(args, row, 1);
+__device__ __noinline__ void store_window_out_of_line(const StoreRowsArgs& args, int64_t first_row, int count) {
+  store_window<kDims>(args, first_row, count);
 }
 
 template <int kDims>
-__global__ void __launch_bounds__(kThreads) store_rows_kernel(const __grid_constant__ StoreRowsArgs args, int window_rows) {
+__global__ void __launch_bounds__(kThreads, 2) store_rows_kernel(const __grid_constant__ StoreRowsArgs args, int window_rows) {
   constexpr int kGroups = kThreads / RowOfLanes<kDims>::kLanes;
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -400,125 +545,178 @@ __global__ void __launch_bounds__(kThreads) store_rows_kernel(const __grid_const
   store_window<kDims>(args, window * window_rows, window_rows);
 }
 
-// What a block of store_stretch_kernel knows of its rows.
-struct Stretch {
-  int64_t first_position;  // of its sequence's rows in this call
-  int64_t to_position;     // position of a row = row + this
-  int64_t end;             // of its rows
-  int32_t table_row;
+// Where an entry of a stretch goes. Found by one thread, for the lanes that finish it.
+struct EntryPlace {
+  std::byte* data;  // null: it is not written
+  std::byte* scale;
 };
 
-// Ratio 4, many rows, kv and gate of one format: a block has a stretch of rows that nearly always are one sequence's, which
-// it looks up once; one thread an entry finds where that goes, and a group of lanes pools and finishes it. Blocks with rows
-// of several sequences go the general way.
-template <int kDims, RowElement kElement>
-__global__ void __launch_bounds__(kThreads, kElement == RowElement::kBf16 && kDims == 128 ? 4 : 3)
-    store_stretch_kernel(const __grid_constant__ StoreRowsArgs args, int turns) {
+// Ratio 4, many rows, kv and gate of one format: a block has a stretch of rows that nearly always are one sequence's, whose
+// whole entries its groups of lanes pool and finish, each at its own pace. Blocks with rows of several sequences, and calls
+// whose bias spreads too far, go the general way.
+template <int kDims, RowElement kElement, bool kUsual>
+__global__ void __launch_bounds__(kStretchThreadsMax, kStretchBlocks)
+    store_stretch_kernel(const __grid_constant__ StoreRowsArgs args, int entries) {
   using Row = RowOfLanes<kDims>;
-  constexpr int kGroups = kThreads / Row::kLanes;
-  __shared__ Stretch stretch;
-  __shared__ int kind;  // 1: the stretch is one sequence's; 0: it is not; -1: it is, and is left out
-  __shared__ RowPlace places[kGroups * kStretchTurnsMax];
-  __shared__ float4 bias[2 * kRowsPooledOverlap * Row::kOctets];
-  extern __shared__ uint4 row_octets[];
-  const uint32_t own_octets = static_cast<uint32_t>(__cvta_generic_to_shared(row_octets + threadIdx.x));
+  using Octets = OctetsOfCall<kElement>;
+  __shared__ EntryPlace places[kStretchEntriesMax<kDims>];
+  __shared__ float4 exponents[2 * kRowsPooledOverlap * Row::kOctets];
+  __shared__ float4 weights[norm_dims(kDims) / 4];
+  __shared__ bool fits;  // the sequence's record expects these rows
+  extern __shared__ uint4 octets_of_warps[];
+  const EntryChain chain = chain_of_kernel<kDims, kUsual>(args.chain);
+  const int threads = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int groups = threads / Row::kLanes;
+  const int group = thread / Row::kLanes;
+  const uint32_t own =
+      static_cast<uint32_t>(__cvta_generic_to_shared(octets_of_warps)) + thread / 32 * Octets::kWarpBytes + thread % 32 * 16;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * entries * kWindowRows;
+  const int64_t end = min(args.rows, begin + entries * kWindowRows);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * (kGroups * kWindowRows) * turns;
-  if (threadIdx.x == 0) {
-    const int64_t end = min(args.rows, begin + (kGroups * kWindowRows) * turns);
-    const int s = sequence_of_row(args, begin);
-    kind = 0;
-    if (s >= 0) {
-      const StoreSequence sequence = args.sequences[s];
-      if (end <= sequence.row_begin + sequence.row_count) {
-        StateHeader header;
-        kind = sequence_is_sound(args, sequence) && device_sequence_fits(args, sequence, &header) ? 1 : -1;
-        stretch = {sequence.first_position, sequence.first_position - sequence.row_begin, end, sequence.table_row};
-      }
+  // Every thread looks up where the sequence lies: what it asks for then need not wait for another's answer.
+  const int s = args.sequence_count == 1 ? 0 : sequence_of_row(args, begin);
+  const StoreSequence& sequence = args.sequences[max(s, 0)];
+  const int64_t first_position = sequence.first_position;
+  const int64_t row_begin = sequence.row_begin;
+  const bool one = s >= 0 && begin >= row_begin && end <= row_begin + sequence.row_count;
+  const bool sane =
+      one && first_position >= 0 && first_position <= kStorePositionMax && sequence.table_row >= 0 && sequence.table_row < args.pages.rows;
+  bool far = false;
+  for (int c = thread; c < 2 * Row::kOctets; c += threads) {
+    const int half = c / Row::kOctets;
+    const int octet = c % Row::kOctets;
+    float4 bias[kRowsPooledOverlap];
+#pragma unroll
+    for (int r = 0; r < kRowsPooledOverlap; ++r) {
+      const int column = (r < kOverlapRatio ? 0 : kDims) + 8 * octet + 4 * half;
+      bias[r] = *reinterpret_cast<const float4*>(args.position_bias + (r % kOverlapRatio) * 2 * kDims + column);
+    }
+    float4 top = bias[0];
+    float4 low = bias[0];
+#pragma unroll
+    for (int r = 1; r < kRowsPooledOverlap; ++r) {
+      top = {fmaxf(top.x, bias[r].x), fmaxf(top.y, bias[r].y), fmaxf(top.z, bias[r].z), fmaxf(top.w, bias[r].w)};
+      low = {fminf(low.x, bias[r].x), fminf(low.y, bias[r].y), fminf(low.z, bias[r].z), fminf(low.w, bias[r].w)};
+    }
+    far |= spreads_too_far(top.x, low.x) || spreads_too_far(top.y, low.y) || spreads_too_far(top.z, low.z) || spreads_too_far(top.w, low.w);
+#pragma unroll
+    for (int r = 0; r < kRowsPooledOverlap; ++r) {
+      exponents[(2 * r + half) * Row::kOctets + octet] = {bias_exponent(bias[r].x, top.x), bias_exponent(bias[r].y, top.y),
+                                                          bias_exponent(bias[r].z, top.z), bias_exponent(bias[r].w, top.w)};
     }
   }
-  __syncthreads();
-  if (kind < 0) return;
-  const int group = static_cast<int>(threadIdx.x) / Row::kLanes;
-  if (kind == 0) {
+  if (chain.norm != NormKind::kNone) {
+    for (int c = thread; c < norm_dims(kDims) / 4; c += threads) weights[c] = reinterpret_cast<const float4*>(chain.norm_weight)[c];
+  }
+  // The one row of a window that completes an entry is the same one in all of them.
+  const int64_t to_position = first_position - row_begin;  // from a row
+  const int64_t first_row = begin + 3 - ((to_position + begin) & 3);
+  const int64_t first_entry = (to_position + first_row) / kOverlapRatio;
+  const int count = sane && first_row < end ? static_cast<int>(end - first_row + kWindowRows - 1) / kWindowRows : 0;
+  // Before this one entries reach back into the record, but for entry 0 of a sequence that begins here: they come last.
+  const int64_t whole_entry = first_position == 0 ? 0 : (first_position + kOverlapRatio - 1) / kOverlapRatio + 1;
+  const int whole_from = static_cast<int>(min(max(whole_entry - first_entry, int64_t{0}), static_cast<int64_t>(count)));
+  const auto is_whole = [&](int i) { return i >= whole_from && i < count; };
+
+  // Octet t of entry i. Of the next entry the rows lie 4 x groups on.
+  const int64_t kv_row_bytes = args.kv.row_stride * Octets::kBytes;
+  const int64_t gate_row_bytes = args.gate.row_stride * Octets::kBytes;
+  const int64_t group_row = first_row - (kRowsPooledOverlap - 1) + kWindowRows * group;
+  const std::byte* kv_rows = static_cast<const std::byte*>(args.kv.data) + group_row * kv_row_bytes + 8 * Row::lane() * Octets::kBytes;
+  const std::byte* gate_rows =
+      static_cast<const std::byte*>(args.gate.data) + group_row * gate_row_bytes + 8 * Row::lane() * Octets::kBytes;
+  const int64_t kv_step = kv_row_bytes * (kWindowRows * groups);
+  const int64_t gate_step = gate_row_bytes * (kWindowRows * groups);
+  const int no_group_before = first_entry == 0 ? 0 : -1;  // the entry that is a sequence's first
+  const auto request_of = [&](int i, int t) {
+    constexpr int kTurnBytes = 8 * Row::kLanes * Octets::kBytes;
+    return typename Octets::Request{kv_rows + t * kTurnBytes, gate_rows + t * kTurnBytes, is_whole(i) && i != no_group_before, is_whole(i)};
+  };
+  if (thread < 32) {
+    StateHeader header;
+    const StoreSequence whole = sequence;
+    const bool fit = sane && sequence_is_sound(args, whole) && device_sequence_fits(args, whole, &header);
+    if (thread == 0) fits = fit;
+  }
+  uint32_t status = 0;
+  int skipped = 0;
+  for (int i = threads - 1 - thread; i < count; i += threads) {  // by the last threads: the first have enough to do
+    EntryPlace place{nullptr, nullptr};
+    if (is_whole(i)) {
+      uint32_t reason = kStatusBadPosition;
+      if (chain.component.rope == RopeStyle::kNone || (first_entry + i) * kOverlapRatio < chain.rope.positions) {
+        const DeviceSlot slot = device_entry_slot(args.out, args.pages, sequence.table_row, first_entry + i);
+        place = {slot.data, slot.scale};
+        reason = slot.status;
+      }
+      status |= reason;
+      skipped += reason != 0 ? 1 : 0;
+    }
+    places[i] = place;
+  }
+  // A multiprocessor gives loads back in order, so that whatever is loaded after the rows waits for them: rows come last.
+  {
+    typename Octets::Request request = request_of(group, 0);
+#pragma unroll
+    for (int r = 0; r < kRowsPooledOverlap; ++r) {
+      Octets::ask_gate(own, request, args, kDims, r);
+      Octets::ask_kv(own, request, args, kDims, r);
+    }
+  }
+  far = __syncthreads_or(far ? 1 : 0) != 0;
+  if (!one || far) {
+    Octets::wait();
+    if (one && !fits) return;  // said by update_records_kernel
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      store_window_out_of_line<kDims>(args, begin + (turn * kGroups + group) * kWindowRows);
+    for (int first = 0; first < entries; first += groups) {
+      const bool has = first + group < entries;
+      store_window_out_of_line<kDims>(args, has ? begin + (first + group) * kWindowRows : -kWindowRows, kWindowRows);
     }
     return;
   }
-#pragma unroll
-  for (int i = static_cast<int>(threadIdx.x); i < 2 * kRowsPooledOverlap * Row::kOctets; i += kThreads) {
-    const int r = i / (2 * Row::kOctets);
-    const int half = i / Row::kOctets % 2;
-    const int column = (r < kOverlapRatio ? 0 : kDims) + 8 * (i % Row::kOctets) + 4 * half;
-    bias[i] = *reinterpret_cast<const float4*>(args.position_bias + (r % kOverlapRatio) * 2 * kDims + column);
+  if (!fits) {
+    Octets::wait();
+    return;
   }
-  // The one row of a window that completes an entry is the same one in all of them.
-  const int64_t first_row = begin + 3 - ((stretch.to_position + begin) & 3);
-  const int64_t first_entry = (stretch.to_position + first_row) / kOverlapRatio;
-  // From this entry on, and in entry 0, no row is carried. The few others reach back into the record: they come last.
-  const int64_t whole_from = (stretch.first_position + kOverlapRatio - 1) / kOverlapRatio + 1;
-  const auto is_whole = [&](int64_t entry) { return entry >= whole_from || (entry == 0 && stretch.first_position == 0); };
-  const auto entry_at = [&](int turn) { return first_entry + turn * kGroups + group; };
-  const auto row_at = [&](int turn) { return first_row + static_cast<int64_t>(turn * kGroups + group) * kWindowRows; };
-  const auto request = [&](int turn, int t) {
-    if (turn < turns && row_at(turn) < stretch.end && is_whole(entry_at(turn))) {
-      OctetsOfCall<kElement>::request(args, own_octets, row_at(turn) - (kRowsPooledOverlap - 1), entry_at(turn) > 0, kDims, Row::octet(t));
-    }
-  };
-  request(0, 0);
-  if (static_cast<int>(threadIdx.x) < kGroups * turns) {
-    RowPlace place{nullptr, nullptr, 0};
-    const int64_t entry = first_entry + threadIdx.x;
-    const bool rotates = args.chain.component.rope != RopeStyle::kNone;
-    uint32_t status = 0;
-    if (first_row + static_cast<int64_t>(threadIdx.x) * kWindowRows < stretch.end && is_whole(entry)) {
-      if (rotates && entry * kOverlapRatio >= args.chain.rope.positions) {
-        status = kStatusBadPosition;
-      } else {
-        place.position = entry * kOverlapRatio;
-        const DeviceSlot slot = device_entry_slot(args.out, args.pages, stretch.table_row, entry);
-        place.data = slot.data;
-        place.scale = slot.scale;
-        status = slot.data == nullptr ? slot.status : 0u;
-      }
-    }
-    if (status != 0) {
-      report_count(args.report, &OpReport::skipped_rows, 1);
-      report_status(args.report, status);
-    }
-    places[threadIdx.x] = place;
-  }
-  __syncthreads();
-  const bool finishes = args.chain.component.rope == RopeStyle::kNone || args.chain.rope.positions > 0;
+  report_count(args.report, &OpReport::skipped_rows, static_cast<uint64_t>(skipped));
+  report_status(args.report, status);
+
+  const bool finishes = chain.component.rope == RopeStyle::kNone || chain.rope.positions > 0;
+  const int pair = Row::kLanes == 16 ? group & 1 : 0;  // two groups of a warp go on together
 #pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
-    const bool there = row_at(turn) < stretch.end && is_whole(entry_at(turn));
-    const RowPlace place = places[turn * kGroups + group];
+  for (int i = group; i - pair < count; i += groups) {
+    const bool there = is_whole(i);
+    const EntryPlace place = there ? places[i] : EntryPlace{nullptr, nullptr};
+    const int64_t entry = first_entry + i;
+    const bool in_table = chain.component.rope == RopeStyle::kNone || entry * kOverlapRatio < chain.rope.positions;
+    const int64_t position = there && in_table ? entry * kOverlapRatio : 0;
+    Row row;
     ChainOperands<kDims> operands{};
-    if (finishes) operands.load_angles(args.chain, place.position);
-    Row row{};
+    Octets::wait();
+    if (finishes) operands.load_angles_at_once(chain, position);  // before the next rows, behind which it would come back
 #pragma unroll
     for (int t = 0; t < Row::kTurns; ++t) {
-      OctetsOfCall<kElement> octets;
-      octets.take(own_octets, entry_at(turn) > 0);
-      request(t + 1 < Row::kTurns ? turn : turn + 1, t + 1 < Row::kTurns ? t + 1 : 0);
-      if (there) octets.pool(bias, kDims, Row::octet(t), row.x[t]);
+      if (t > 0) Octets::wait();
+      if (i == no_group_before && there) Octets::put_no_group(own);
+      if (t + 1 == Row::kTurns) {
+        kv_rows += kv_step;
+        gate_rows += gate_step;
+      }
+      Octets::template pool<kDims>(own, exponents, Row::octet(t), args,
+                                   t + 1 < Row::kTurns ? request_of(i, t + 1) : request_of(i + groups, 0), row.x[t]);
     }
-    operands.load_weights(args.chain);
-    if (finishes) finish_row(args.chain, operands, true, place.position, row);
-    const bool in_table = args.chain.component.rope == RopeStyle::kNone || entry_at(turn) * kOverlapRatio < args.chain.rope.positions;
-    if (there && in_table && args.finished != nullptr) give_finished(row, args.finished + row_at(turn) * args.finished_stride);
-    quantise_row(args.chain, row, place.data, place.scale);
+    if (chain.norm != NormKind::kNone) operands.load_weights_from(weights);
+    if (finishes) finish_row(chain, operands, true, position, row);
+    if (there && in_table && args.finished != nullptr) {
+      give_finished(row, args.finished + (first_row + static_cast<int64_t>(i) * kWindowRows) * args.finished_stride);
+    }
+    quantise_row(chain, row, place.data, place.scale);
   }
-  if (first_entry >= whole_from || is_whole(first_entry)) return;
 #pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
-    const bool carried = row_at(turn) < stretch.end && !is_whole(entry_at(turn));
-    if (!__any_sync(0xFFFFFFFFu, carried)) return;  // entries ascend
-    store_row_out_of_line<kDims>(args, carried ? row_at(turn) : -1);
+  for (int i = group; i - pair < whole_from; i += groups) {
+    store_window_out_of_line<kDims>(args, i < whole_from ? first_row + static_cast<int64_t>(i) * kWindowRows : -1, 1);
   }
 }
 
@@ -653,6 +851,30 @@ __global__ void __launch_bounds__(kRecordThreads) update_records_kernel(const __
   if (threadIdx.x == 0) *reinterpret_cast<StateHeader*>(state_record(args.state, sequence.record)) = after;
 }
 
+template <RowElement kElement>
+absl::Status launch_stretches(const StoreRowsArgs& args, const StorePlan& plan, cudaStream_t stream) {
+  const int dims = args.chain.component.head_dim;
+  // Two blocks a multiprocessor, of as many warps as shared memory has places for.
+  const int64_t entries_max = dims == 128 ? kStretchEntriesMax<128> : kStretchEntriesMax<512>;
+  const int64_t known_bytes = (4 * kRowsPooledOverlap + 4) * dims + int64_t{sizeof(EntryPlace)} * entries_max + 128;
+  const int64_t block_bytes = (plan.shared_bytes_per_block + 1024) / kStretchBlocks - 1024;
+  constexpr int64_t kWarpBytes = OctetsOfCall<kElement>::kWarpBytes;
+  const int64_t warps = std::clamp<int64_t>((block_bytes - known_bytes) / kWarpBytes, 1, kStretchThreadsMax / 32);
+  // And all of them resident at once, if stretches may be so long.
+  const int64_t entries = div_ceil(args.rows, kWindowRows);
+  const int64_t stretch = std::clamp<int64_t>(div_ceil(entries, kStretchBlocks * plan.multiprocessors), 1, entries_max);
+  LaunchShape shape;
+  shape.block = dim3(static_cast<unsigned>(32 * warps));
+  shape.grid = dim3(static_cast<unsigned>(div_ceil(entries, stretch)));
+  shape.shared_bytes = static_cast<size_t>(warps * kWarpBytes);
+  const bool usual = kElement == RowElement::kBf16 && is_usual(args.chain);
+  constexpr bool kMayBeUsual = kElement == RowElement::kBf16;
+  return launch("store_rows",
+                dims == 128 ? (usual ? store_stretch_kernel<128, kElement, kMayBeUsual> : store_stretch_kernel<128, kElement, false>)
+                            : (usual ? store_stretch_kernel<512, kElement, kMayBeUsual> : store_stretch_kernel<512, kElement, false>),
+                shape, stream, args, static_cast<int>(stretch));
+}
+
 absl::Status launch_entries(const StoreRowsArgs& args, const StorePlan& plan, cudaStream_t stream) {
   const int ratio = args.chain.component.ratio;
   const int dims = args.chain.component.head_dim;
@@ -669,18 +891,8 @@ absl::Status launch_entries(const StoreRowsArgs& args, const StorePlan& plan, cu
   const int groups = dims == 128 ? kThreads / 16 : kThreads / 32;
   const int64_t blocks = div_ceil(div_ceil(args.rows, window), groups);
   if (!few && args.kv.element == args.gate.element && (dims == 128 || dims == 512)) {
-    // So many turns that all blocks are resident at once: by registers 4 or 3 a multiprocessor, by shared memory 2.
-    const int resident = args.kv.element == RowElement::kFp32 ? 2 : dims == 128 ? 4 : 3;
-    const int turns = static_cast<int>(std::clamp<int64_t>(div_ceil(blocks, plan.multiprocessors * resident), 1, kStretchTurnsMax));
-    shape.grid = dim3(static_cast<unsigned>(div_ceil(blocks, turns)));
-    constexpr RowElement kBf16 = RowElement::kBf16;
-    constexpr RowElement kFp32 = RowElement::kFp32;
-    const bool bf16 = args.kv.element == kBf16;
-    shape.shared_bytes = static_cast<size_t>(bf16 ? OctetsOfCall<kBf16>::kSharedBytes : OctetsOfCall<kFp32>::kSharedBytes);
-    return launch("store_rows",
-                  dims == 128 ? (bf16 ? store_stretch_kernel<128, kBf16> : store_stretch_kernel<128, kFp32>)
-                              : (bf16 ? store_stretch_kernel<512, kBf16> : store_stretch_kernel<512, kFp32>),
-                  shape, stream, args, turns);
+    return args.kv.element == RowElement::kBf16 ? launch_stretches<RowElement::kBf16>(args, plan, stream)
+                                                : launch_stretches<RowElement::kFp32>(args, plan, stream);
   }
   shape.grid = dim3(static_cast<unsigned>(blocks));
   switch (dims) {
@@ -709,6 +921,13 @@ absl::Status store_pooled_cuda(const StorePooledArgs& args, void* stream) {
   shape.block = dim3(kThreads);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   const int dims = args.chain.component.head_dim;
+  if (dims == 128 && is_usual(args.chain)) {
+    shape.grid = dim3(static_cast<unsigned>(div_ceil(args.count, kThreads / 16 * kPooledTogether)));
+    return launch("store_pooled",
+                  args.rows.element == RowElement::kBf16 ? store_pooled_usual_kernel<RowElement::kBf16>
+                                                         : store_pooled_usual_kernel<RowElement::kFp32>,
+                  shape, cuda_stream, args, slot_numbers(args.out));
+  }
   const int64_t rows_a_turn = dims == 128 ? kThreads / 16 : kThreads / 32;
   const int turns =
       static_cast<int>(std::clamp<int64_t>(div_ceil(div_ceil(args.count, rows_a_turn), 8 * StorePlan{}.multiprocessors), 1, kPooledTurns));
@@ -723,7 +942,14 @@ absl::Status store_pooled_cuda(const StorePooledArgs& args, void* stream) {
 int64_t store_rows_cuda_scratch(const StoreRowsArgs&) { return 0; }
 
 absl::Status store_rows_cuda(const StoreRowsArgs& args, void*, int64_t, void* stream) {
-  return store_rows_cuda_planned(args, StorePlan{}, stream);
+  StorePlan plan;
+  if (args.rows > plan.rows_of_decode) {
+    const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+    if (!facts.ok()) return facts.status();
+    plan.multiprocessors = facts->multiprocessors;
+    plan.shared_bytes_per_block = facts->shared_bytes_per_block;
+  }
+  return store_rows_cuda_planned(args, plan, stream);
 }
 
 absl::Status store_rows_cuda_planned(const StoreRowsArgs& args, const StorePlan& plan, void* stream) {

@@ -121,6 +121,22 @@ TEST(Quantise, ue8m0_rounds_scales_up) {
   }
 }
 
+TEST(Quantise, the_byte_of_an_fp8_block_is_that_of_its_quotient_for_every_mantissa) {
+  const auto by_division = [](float amax) { return ue8m0_of((amax > kAmaxFloor ? amax : kAmaxFloor) / kFp8Max); };
+  for (uint32_t exponent : {112u, 113u, 127u, 254u}) {  // around the floor, in the middle, the last
+    for (uint32_t mantissa = 0; mantissa < (1u << 23); ++mantissa) {
+      const float amax = float_of_bits(exponent << 23 | mantissa);
+      if (fp8_scale_byte(amax) != by_division(amax)) FAIL() << amax;
+    }
+  }
+  for (uint32_t exponent = 0; exponent < 255; ++exponent) {
+    for (uint32_t mantissa : {0u, 1u, 0x5FFFFFu, 0x600000u, 0x600001u, 0x7FFFFFu}) {
+      const float amax = float_of_bits(exponent << 23 | mantissa);
+      EXPECT_EQ(fp8_scale_byte(amax), by_division(amax)) << amax;
+    }
+  }
+}
+
 TEST(Quantise, scales_follow_their_kind) {
   EXPECT_EQ(fp8_scale(ScaleKind::kAmax, 448), 1.0f);
   EXPECT_EQ(fp8_scale(ScaleKind::kAmax, 0), 1e-4f / 448.0f);

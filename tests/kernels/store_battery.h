@@ -1170,6 +1170,51 @@ inline void a_minus_infinite_score_weighs_nothing(const StoreTwin& twin) {
     EXPECT_NEAR((world.finished[{0, 0}][static_cast<size_t>(c)]), (truth.finished[{0, 0}][static_cast<size_t>(c)]), 2e-5);
 }
 
+// Position biases far apart (a kernel may split gate and bias, or find the largest score first), and one that masks a row.
+inline void a_position_bias_that_spreads_far_is_pooled_right(const StoreTwin& twin) {
+  for (const Component& component : {index_k(4, ElementFormat::kBf16), kv_of(ComponentKind::kMainKv, 4, ElementFormat::kFp8DsMla)}) {
+    for (float spread : {20.0f, 31.9f, 33.0f, 500.0f, std::numeric_limits<float>::infinity()}) {
+      StoreShape shape = shape_of(component, 12, 3);
+      StoreWorld whole(shape, 141);
+      StoreWorld cut(shape, 141);
+      StoreWorld truth(shape, 141);
+      for (StoreWorld* world : {&whole, &cut, &truth}) {
+        for (int c = 0; c < world->dims; c += 3) {  // row 2 of the group, in both of its halves
+          world->bias[static_cast<size_t>(2 * world->columns + c)] = -spread;
+          world->bias[static_cast<size_t>(2 * world->columns + world->dims + c)] = -spread;
+        }
+      }
+      whole.run(twin, {shape.tokens});
+      cut.run(twin, {5});
+      truth.run(reference_store(), {shape.tokens});
+      expect_same_bytes(whole, cut, describe(component) + " with a bias of -" + std::to_string(spread));
+      int64_t values = 0;
+      int64_t beyond = 0;
+      expect_stored_near(whole, truth, &values, &beyond);
+      EXPECT_EQ(beyond, 0) << describe(component) << " with a bias of -" << spread;
+    }
+  }
+}
+
+// All gates alike, and so far apart that one row takes all.
+inline void gates_of_any_size_are_pooled_right(const StoreTwin& twin) {
+  for (float factor : {0.0f, 1e30f}) {
+    StoreShape shape = shape_of(index_k(4, ElementFormat::kBf16), 12, 3);
+    StoreWorld world(shape, 151);
+    StoreWorld truth(shape, 151);
+    for (StoreWorld* each : {&world, &truth}) {
+      for (float& gate : each->gate) gate = round_to_bf16(gate * factor);
+      if (factor > 1) std::fill(each->bias.begin(), each->bias.end(), 0.0f);
+    }
+    world.run(twin, {shape.tokens});
+    truth.run(reference_store(), {shape.tokens});
+    int64_t values = 0;
+    int64_t beyond = 0;
+    expect_stored_near(world, truth, &values, &beyond);
+    EXPECT_EQ(beyond, 0) << "gates x " << factor;
+  }
+}
+
 inline void pages_past_4_and_64_gib_are_written_where_they_lie(const StoreTwin& twin) {
   if (!twin.works_in_host_memory) GTEST_SKIP() << twin.name << " copies whole pools; it has a test of its own for this";
   const int64_t stride = 1165824;  // V4-Flash's
@@ -1459,6 +1504,8 @@ inline const std::vector<StoreCase>& store_cases() {
       NEEDLE_CASE(the_compressor_gives_the_golden_pools),
       NEEDLE_CASE(rows_that_are_not_numbers_spoil_their_own_entries_alone),
       NEEDLE_CASE(a_minus_infinite_score_weighs_nothing),
+      NEEDLE_CASE(a_position_bias_that_spreads_far_is_pooled_right),
+      NEEDLE_CASE(gates_of_any_size_are_pooled_right),
       NEEDLE_CASE(pages_past_4_and_64_gib_are_written_where_they_lie),
       NEEDLE_CASE(unsupported_formats_are_refused_with_a_reason),
       NEEDLE_CASE(wrong_arguments_are_named_before_anything_is_written),

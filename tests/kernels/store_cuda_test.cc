@@ -118,7 +118,7 @@ absl::Status commit_on_device(const CommitStateArgs& host) {
   return done;
 }
 
-// Under its own plan, or under those of long calls: stretches of one turn and of the most.
+// Under its own plan, or under those of long calls: stretches of one entry, and of many that one warp works through.
 StoreTwin cuda_store(const std::string& name, const StorePlan& plan) {
   StoreTwin twin;
   twin.name = name;
@@ -133,7 +133,7 @@ StoreTwin cuda_store(const std::string& name, const StorePlan& plan) {
 
 const std::vector<StoreTwin>& cuda_stores() {
   static const std::vector<StoreTwin> kTwins = {cuda_store("cuda", StorePlan{}), cuda_store("short_stretches", StorePlan{0, 1 << 20}),
-                                                cuda_store("long_stretches", StorePlan{0, 1})};
+                                                cuda_store("long_stretches", StorePlan{0, 1, 0})};
   return kTwins;
 }
 
