@@ -115,8 +115,8 @@ class PeerDirectory::Impl {
     MutexLock hold(mutex_);
     const Peer* peer = by_node(node);
     if (peer == nullptr || !peer->unreachable) return absl::OkStatus();
-    return make_error(ErrorCode::kPeerLost, absl::StrCat("peer '", peer->name, "' at ", peer->address, " takes no connection: ", peer->detail,
-                                                         ". Is needled running there, and is that its address?"));
+    return make_error(ErrorCode::kPeerLost, absl::StrCat("peer '", peer->name, "' at ", peer->address, " takes no connection: ",
+                                                         peer->detail, ". Is needled running there, and is that its address?"));
   }
 
   std::vector<PeerRow> rows() const {
