@@ -293,6 +293,9 @@ class PeerDirectory::Impl {
     }
     if (theirs.leaving() && peer.state == PeerState::kUp) log_.write(LogLevel::kInfo, "peer_left", {{"peer", peer.name}});
     if (!theirs.leaving() && peer.state == PeerState::kSilent) log_.write(LogLevel::kInfo, "peer_heard_again", {{"peer", peer.name}});
+    // A peer that speaks takes connections. One that started after us would else miss our messages until gRPC tries again.
+    if (peer.channel->GetState(true) == GRPC_CHANNEL_TRANSIENT_FAILURE)
+      grpc::experimental::ChannelResetConnectionBackoff(peer.channel.get());
     peer.incarnation = incarnation;
     peer.transport = theirs.transport();
     peer.transport_address = theirs.transport_address();

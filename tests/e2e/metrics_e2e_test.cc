@@ -286,6 +286,52 @@ TEST(Metrics, every_documented_metric_is_produced_and_every_counter_counts) {
   }
 }
 
+// Stands at a port before the daemon that belongs there: takes connections and resets each at once.
+void reset_connections(int port, int count) {
+  const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int yes = 1;
+  ::setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  const timeval patience{20, 0};  // of accept()
+  ::setsockopt(listener, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof address), 0) << strerror(errno);
+  ASSERT_EQ(::listen(listener, 1), 0);
+  for (int i = 0; i < count; ++i) {
+    const int connection = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+    ASSERT_GE(connection, 0) << "connection " << i << ": " << strerror(errno);
+    const linger reset{1, 0};
+    ::setsockopt(connection, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+    ::close(connection);
+  }
+  ::close(listener);
+}
+
+TEST(Metrics, a_source_that_long_waited_for_its_reader_answers_its_first_ship) {
+  Folder folder;
+  DaemonProcess source(folder, "source", DaemonProcess::default_config());
+  DaemonProcess reader(folder, "reader", DaemonProcess::default_config());
+  source.know_peer(reader);
+  reader.know_peer(source);
+  source.start();
+  // After that many failures the source tries again once a second, and the reader starts in less.
+  ASSERT_NO_FATAL_FAILURE(reset_connections(reader.grpc_port(), 7));
+  reader.start();
+  ASSERT_TRUE(eventually(20, [&] { return source.peer_is("reader", "up") && reader.peer_is("source", "up"); }));
+  const std::unique_ptr<Client> prefill = source.attach("prefill");
+  const std::unique_ptr<Client> decode = reader.attach("decode");
+  store(*prefill, 1, kPage);
+  absl::StatusOr<client::Ship> ship = decode->ship("source", SequenceId(1), 20'000);
+  ASSERT_TRUE(ship.ok()) << ship.status();
+  EXPECT_TRUE(ship->wait().ok());
+  // One answer may meet the connection in the making. An unreachable reader loses one every 50 ms.
+  const double dropped = series(get(source.metrics_port(), "/metrics"), "needle_peer_messages_dropped_total{peer=\"reader\"}");
+  EXPECT_GE(dropped, 0) << "the series is there";
+  EXPECT_LE(dropped, 1);
+}
+
 TEST(Metrics, a_real_prometheus_scrapes_both_daemons) {
   if (std::system("command -v prometheus >/dev/null 2>&1") != 0) GTEST_SKIP() << "prometheus is not installed";
   Folder folder;

@@ -170,6 +170,7 @@ class DaemonProcess {
   std::string grpc_address() const { return host_ + ":" + std::to_string(grpc_port_); }
   std::string attach_socket() const { return (folder_ / attach::kAttachSocketName).string(); }
   std::string grpc_socket() const { return (folder_ / attach::kGrpcSocketName).string(); }
+  int grpc_port() const { return grpc_port_; }
   int metrics_port() const { return metrics_port_; }
   const std::string& name() const { return name_; }
   pid_t pid() const { return pid_; }
