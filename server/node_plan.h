@@ -52,7 +52,7 @@ struct NodePlan {
 struct Surroundings {
   int64_t available_bytes = 0;
   std::string host_name;
-  std::string xdg_runtime_dir;  // empty when unset
+  std::string xdg_runtime_dir;    // empty when unset
   std::vector<int> numa_nodes{};  // empty where the kernel doesn't say
 };
 

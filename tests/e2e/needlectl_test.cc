@@ -281,7 +281,8 @@ TEST_F(Needlectl, a_ship_shows_its_progress_on_a_terminal) {
       return shown.find(words) != std::string::npos;
     });
   };
-  const pid_t pid = spawn({NEEDLE_NEEDLECTL, "--socket", decode.grpc_socket(), "ship", "--from", "one", "--sequence", "11"}, -1, -1, screen);
+  const pid_t pid =
+      spawn({NEEDLE_NEEDLECTL, "--socket", decode.grpc_socket(), "ship", "--from", "one", "--sequence", "11"}, -1, -1, screen);
   EXPECT_TRUE(shows("pages\r")) << shown;  // shown, and shown again over it
   EXPECT_TRUE(ticket->seal(4 * kPage, {}, here).ok());
   EXPECT_TRUE(shows("1024 tokens in 4 pages")) << shown;

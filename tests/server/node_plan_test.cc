@@ -22,8 +22,7 @@ using ::testing::HasSubstr;
 absl::StatusOr<NodePlan> plan_of(const std::vector<std::string>& arguments, int64_t available = 24 * kGiB) {
   absl::StatusOr<ParsedOptions> parsed = parse_options(arguments, {});
   EXPECT_TRUE(parsed.ok()) << parsed.status();
-  return plan_node(parsed->options,
-                   {.available_bytes = available, .host_name = "Host.Example", .xdg_runtime_dir = "/run/user/1000"});
+  return plan_node(parsed->options, {.available_bytes = available, .host_name = "Host.Example", .xdg_runtime_dir = "/run/user/1000"});
 }
 
 std::string refusal(const absl::StatusOr<NodePlan>& plan) {

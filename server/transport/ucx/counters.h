@@ -26,7 +26,7 @@ struct Counters {
   std::atomic<int64_t> source_links_now{0};
   std::atomic<int64_t> source_links_silent{0};
   std::atomic<int64_t> source_links_failed{0};
-  std::atomic<int64_t> sends_now{0};  // given to UCX and not completed
+  std::atomic<int64_t> sends_now{0};          // given to UCX and not completed
   std::atomic<int64_t> source_links_held{0};  // closed, with sends that UCX did not end
   std::atomic<int64_t> sends_held_now{0};     // of those links, not ended yet: their chunks can't be released
   std::atomic<int64_t> pages_queued_now{0};
