@@ -17,7 +17,7 @@ mirror="$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 2>/dev/
 mirror="${mirror:-http://deb.debian.org/debian}"
 
 cleanup() {
-  for mount in proc sys dev/shm dev root/.cache/ccache; do mountpoint -q "$root/$mount" && umount -l "$root/$mount"; done
+  for mount in proc sys dev/shm dev/pts dev root/.cache/ccache; do mountpoint -q "$root/$mount" && umount -l "$root/$mount"; done
   [ -n "${NEEDLE_KEEP_ROOT:-}" ] || rm -rf --one-file-system "$root"
 }
 trap cleanup EXIT
@@ -37,6 +37,7 @@ mount -t sysfs sys "$root/sys"
 mount --bind /dev "$root/dev"
 mkdir -p "$root/dev/shm"
 mountpoint -q "$root/dev/shm" || mount -t tmpfs shm "$root/dev/shm"
+[ -d /dev/pts ] && mount --bind /dev/pts "$root/dev/pts"  # pseudo-terminals
 
 # What every installed machine has and a bare root lacks.
 echo '127.0.0.1 localhost' >"$root/etc/hosts"
