@@ -143,9 +143,8 @@ class Held : public ::testing::Test {
   }
 };
 
-TEST_F(Held, a_page_that_never_comes_back_costs_its_request_and_nobody_else) {
-  UcxNode source(settings(1));
-  UcxNode reader(settings(2));
+// A request of four pages of which UCX keeps one, and the end of the link that they came over.
+void lose_a_page(UcxNode& reader, UcxNode& source) {
   source.fill(7);
   reader.register_chunks();
   reader.meet(source, source.register_chunks());
@@ -153,6 +152,12 @@ TEST_F(Held, a_page_that_never_comes_back_costs_its_request_and_nobody_else) {
   reader.transport().post(reader.request(fetch_id(5), source.id(), source.incarnation(), 0, 4, 0));
   ASSERT_TRUE(reader.wait_for([] { return keeper().kept_count() == 1; }));
   reader.transport().close_peer(source.id());
+}
+
+TEST_F(Held, a_page_that_never_comes_back_costs_its_request_and_nobody_else) {
+  UcxNode source(settings(1));
+  UcxNode reader(settings(2));
+  ASSERT_NO_FATAL_FAILURE(lose_a_page(reader, source));
   reader.transport().post(reader.request(fetch_id(6), source.id(), source.incarnation(), 8, 4, 8));
   EXPECT_TRUE(reader.wait_answer(fetch_id(6)).status.ok()) << "the peer's next link waited for a page of the last one";
   EXPECT_TRUE(reader.holds(8, 7, 8));
@@ -167,13 +172,7 @@ TEST_F(Held, a_page_that_never_comes_back_costs_its_request_and_nobody_else) {
 TEST_F(Held, a_page_that_comes_back_late_ends_its_request) {
   UcxNode source(settings(1));
   UcxNode reader(settings(2));
-  source.fill(7);
-  reader.register_chunks();
-  reader.meet(source, source.register_chunks());
-  keeper().receives_to_keep = 1;
-  reader.transport().post(reader.request(fetch_id(5), source.id(), source.incarnation(), 0, 4, 0));
-  ASSERT_TRUE(reader.wait_for([] { return keeper().kept_count() == 1; }));
-  reader.transport().close_peer(source.id());
+  ASSERT_NO_FATAL_FAILURE(lose_a_page(reader, source));
   ASSERT_TRUE(reader.wait_for([&] { return reader.counters().pages_held_now == 1; }));
   keeper().lets_go = true;
   EXPECT_TRUE(is_error(reader.wait_answer(fetch_id(5)).status, ErrorCode::kPeerLost));

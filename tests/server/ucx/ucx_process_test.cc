@@ -287,14 +287,9 @@ TEST_P(UcxProcess, a_reader_killed_mid_ship_leaves_nothing_at_the_source) {
   EXPECT_TRUE(source.wait_for([&] { return source.released.size() == 1; }));
 }
 
-TEST_P(UcxProcess, a_stopped_reader_costs_its_link_and_does_not_hold_the_chunk) {
-  if (std::string(GetParam().name) == "shared_memory_rendezvous") {
-    GTEST_SKIP() << "UCX 1.13 holds such a rendezvous until the reader wakes, so choose_call never takes it here";
-  }
-  UcxNode source(settings(1));
-  source.fill(7);
+// The reader meets the source and asks it for all pages, in requests of four; returns when the first of them is answered.
+void ask_for_every_page(PeerProcess& reader, UcxNode& source) {
   const auto chunks = source.register_chunks();
-  PeerProcess reader(settings(2), 0);
   reader.say("meet 1 1 " + to_hex(source.transport().address()));
   for (const ChunkDescriptor& chunk : chunks) {
     reader.say("learn 1 1 " + std::to_string(chunk.pool.value()) + " " + std::to_string(chunk.chunk.value()) + " " +
@@ -304,6 +299,16 @@ TEST_P(UcxProcess, a_stopped_reader_costs_its_link_and_does_not_hold_the_chunk) 
     reader.say("fetch 1 1 5 1 " + std::to_string(part) + " " + std::to_string(part * 4) + " 4 " + std::to_string(part * 4));
   }
   EXPECT_EQ(reader.read_line().substr(0, 8), "fetched ");
+}
+
+TEST_P(UcxProcess, a_stopped_reader_costs_its_link_and_does_not_hold_the_chunk) {
+  if (std::string(GetParam().name) == "shared_memory_rendezvous") {
+    GTEST_SKIP() << "UCX 1.13 holds such a rendezvous until the reader wakes, so choose_call never takes it here";
+  }
+  UcxNode source(settings(1));
+  source.fill(7);
+  PeerProcess reader(settings(2), 0);
+  ask_for_every_page(reader, source);
   reader.signal(SIGSTOP);
   source.transport().release_chunk(PoolId(0), ChunkIndex(0));
   EXPECT_TRUE(source.wait_for([&] { return source.released.size() == 1 && source.counters().source_links_now == 0; }));
@@ -320,17 +325,8 @@ TEST_P(UcxProcess, a_stopped_reader_costs_its_link_and_does_not_hold_the_chunk) 
 TEST_P(UcxProcess, a_source_stops_while_its_reader_is_stopped) {
   UcxNode source(settings(1));
   source.fill(7);
-  const auto chunks = source.register_chunks();
   PeerProcess reader(settings(2), 0);
-  reader.say("meet 1 1 " + to_hex(source.transport().address()));
-  for (const ChunkDescriptor& chunk : chunks) {
-    reader.say("learn 1 1 " + std::to_string(chunk.pool.value()) + " " + std::to_string(chunk.chunk.value()) + " " +
-               to_hex(chunk.descriptor));
-  }
-  for (int part = 0; part < kPages / 4; ++part) {
-    reader.say("fetch 1 1 5 1 " + std::to_string(part) + " " + std::to_string(part * 4) + " 4 " + std::to_string(part * 4));
-  }
-  EXPECT_EQ(reader.read_line().substr(0, 8), "fetched ");
+  ask_for_every_page(reader, source);
   reader.signal(SIGSTOP);
   SteadyClock clock;
   const int64_t before_ns = clock.now_ns();
