@@ -93,48 +93,31 @@ constexpr bool kSm90aCompiled = true;
 constexpr bool kSm90aCompiled = false;
 #endif
 
+LogitsTuning tuning_of(const DeviceFacts& facts) { return logits_tuning(facts.major, facts.minor, kSm90aCompiled); }
+
+// Whether the kernel that would score these writes maxima.
+bool writes_maxima(const IndexLogitsArgs& args, const LogitsTuning& tuning) {
+  const bool as_stored =
+      args.keys.element == ElementFormat::kBf16 || (args.keys.element == ElementFormat::kFp8 && args.q_element == QueryElement::kFp8);
+  return tuning.wgmma && as_stored && args.keys.slots_per_page % kTileSlots == 0 && args.entry_begin == 0;
+}
+
 int padded_heads(int heads) { return heads <= 32 ? 32 : heads <= 64 ? 64 : 128; }
 
-}  // namespace
-
-int64_t index_logits_cuda_scratch(const IndexLogitsArgs&) { return 0; }
-
-absl::Status index_logits_cuda(const IndexLogitsArgs& args, void* scratch, int64_t scratch_bytes, void* stream) {
-  (void)scratch;
-  if (scratch_bytes < 0) {
-    return absl::InvalidArgumentError(absl::StrCat("index_logits_cuda: scratch_bytes is ", scratch_bytes));
-  }
-  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
-  if (!facts.ok()) return facts.status();
-  return index_logits_cuda_tuned(args, logits_tuning(facts->major, facts->minor, kSm90aCompiled), stream);
-}
-
-absl::StatusOr<ScoreVariant> score_variant_cuda() {
-  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
-  if (!facts.ok()) return facts.status();
-  if (logits_tuning(facts->major, facts->minor, kSm90aCompiled).wgmma) return ScoreVariant::kCudaSm90;
-  if (facts->major == 10) return ScoreVariant::kCudaSm100;
-  if (facts->major == 12) return ScoreVariant::kCudaSm120;
-  return ScoreVariant::kCudaPlain;
-}
-
-namespace {
-
-absl::Status launch_tuned(const IndexLogitsArgs& args, const LogitsTuning& tuning, const GroupMaxima& maxima, void* stream) {
+absl::Status launch_tuned(const IndexLogitsArgs& args, const DeviceFacts& facts, const LogitsTuning& tuning, const GroupMaxima& maxima,
+                          void* stream) {
   if (absl::Status status = check_index_logits(args); !status.ok()) return status;
   if (args.query_count == 0 || args.entry_count == 0) return absl::OkStatus();
   if (reinterpret_cast<uintptr_t>(args.q) % 16 != 0) {
     return absl::InvalidArgumentError(absl::StrCat("index_logits_cuda: q lies at ", reinterpret_cast<uintptr_t>(args.q),
                                                    "; queries must start on a multiple of 16 bytes"));
   }
-  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
-  if (!facts.ok()) return facts.status();
   logits::Plan plan;
   plan.maxima = maxima;
   plan.heads = padded_heads(args.heads);
   plan.tokens = logits::tokens_a_run(plan.heads, args.query_row != nullptr ? kSpeculativeRowsMax : args.queries_per_row);
-  plan.blocks = tuning.blocks > 0 ? tuning.blocks : facts->multiprocessors;
-  plan.shared_limit = facts->shared_bytes_per_block - tuning.shared_bytes_left;
+  plan.blocks = tuning.blocks > 0 ? tuning.blocks : facts.multiprocessors;
+  plan.shared_limit = facts.shared_bytes_per_block - tuning.shared_bytes_left;
   const ElementFormat element = args.keys.element;
   const bool all_fp8 = element == ElementFormat::kFp8 && args.q_element == QueryElement::kFp8 && tuning.wgmma;
   const bool converted = element != ElementFormat::kBf16 && !all_fp8;
@@ -147,6 +130,9 @@ absl::Status launch_tuned(const IndexLogitsArgs& args, const LogitsTuning& tunin
   plan.read_once = converted                                           ? tuning.converted_keys_read_once
                    : capacity_bytes >= tuning.keys_read_once_bytes_min ? tuning.keys_read_once
                                                                        : CachePriority::kEvictFirst;
+  if (element == ElementFormat::kBf16 && plan.heads * plan.tokens == 64 && capacity_bytes < tuning.keys_read_once_bytes_min) {
+    plan.tiles_in_flight = tuning.short_tiles_in_flight;
+  }
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
 #ifdef NEEDLE_HAVE_SM90A
   if (tuning.wgmma) {
@@ -173,23 +159,44 @@ absl::Status launch_tuned(const IndexLogitsArgs& args, const LogitsTuning& tunin
 
 }  // namespace
 
+int64_t index_logits_cuda_scratch(const IndexLogitsArgs&) { return 0; }
+
+absl::Status index_logits_cuda(const IndexLogitsArgs& args, void* scratch, int64_t scratch_bytes, void* stream) {
+  (void)scratch;
+  if (scratch_bytes < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("index_logits_cuda: scratch_bytes is ", scratch_bytes));
+  }
+  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+  if (!facts.ok()) return facts.status();
+  return launch_tuned(args, *facts, tuning_of(*facts), GroupMaxima{}, stream);
+}
+
+absl::StatusOr<ScoreVariant> score_variant_cuda() {
+  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+  if (!facts.ok()) return facts.status();
+  if (tuning_of(*facts).wgmma) return ScoreVariant::kCudaSm90;
+  if (facts->major == 10) return ScoreVariant::kCudaSm100;
+  if (facts->major == 12) return ScoreVariant::kCudaSm120;
+  return ScoreVariant::kCudaPlain;
+}
+
 absl::Status index_logits_cuda_tuned(const IndexLogitsArgs& args, const LogitsTuning& tuning, void* stream) {
-  return launch_tuned(args, tuning, GroupMaxima{}, stream);
+  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+  if (!facts.ok()) return facts.status();
+  return launch_tuned(args, *facts, tuning, GroupMaxima{}, stream);
 }
 
 absl::StatusOr<bool> index_logits_gives_maxima(const IndexLogitsArgs& args) {
   const absl::StatusOr<DeviceFacts> facts = current_device_facts();
   if (!facts.ok()) return facts.status();
-  const bool as_stored =
-      args.keys.element == ElementFormat::kBf16 || (args.keys.element == ElementFormat::kFp8 && args.q_element == QueryElement::kFp8);
-  return logits_tuning(facts->major, facts->minor, kSm90aCompiled).wgmma && as_stored && args.keys.slots_per_page % kTileSlots == 0 &&
-         args.entry_begin == 0;
+  return writes_maxima(args, tuning_of(*facts));
 }
 
 absl::Status index_logits_with_maxima_cuda(const IndexLogitsArgs& args, const GroupMaxima& maxima, void* stream) {
-  const absl::StatusOr<bool> possible = index_logits_gives_maxima(args);
-  if (!possible.ok()) return possible.status();
-  if (!*possible) {
+  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+  if (!facts.ok()) return facts.status();
+  const LogitsTuning tuning = tuning_of(*facts);
+  if (!writes_maxima(args, tuning)) {
     return absl::UnimplementedError(
         "index_logits_with_maxima_cuda: this device, key format or page size has no kernel that writes maxima; call index_logits_cuda");
   }
@@ -198,9 +205,7 @@ absl::Status index_logits_with_maxima_cuda(const IndexLogitsArgs& args, const Gr
     return absl::InvalidArgumentError(absl::StrCat("index_logits_with_maxima_cuda: maxima.stride is ",
                                                    maxima.orders == nullptr ? 0 : maxima.stride, ", must be >= ", stride_least));
   }
-  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
-  if (!facts.ok()) return facts.status();
-  return launch_tuned(args, logits_tuning(facts->major, facts->minor, kSm90aCompiled), maxima, stream);
+  return launch_tuned(args, *facts, tuning, maxima, stream);
 }
 
 }  // namespace needle

@@ -22,6 +22,7 @@ struct Plan {
   int blocks = 0;
   int64_t shared_limit = 0;  // bytes a block may use
   int ring_stages_max = 0;
+  int tiles_in_flight = 1 << 20;  // of a block, asked for and not yet there; at least one for each scoring group
   CachePriority read_once = CachePriority::kEvictFirst;
   GroupMaxima maxima;  // where wanted; the kernels that gives_maxima() names write them
 };

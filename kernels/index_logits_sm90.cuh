@@ -14,7 +14,9 @@
 //  4. One wgmma of all columns a step: a column's sum does not depend on how many columns there are.
 //  5. A warp arrives on a barrier by lane 0, after __syncwarp(). (racecheck credits that to lane 0 alone and reports the other
 //     lanes' reads as races; docs/measured/index_logits-h200.md says how that was seen.)
-//  6. Between a multiplication's start and its end nothing is called and nothing branches around it: the compiler would wait.
+//  6. A tile is asked for only once all but the last `in_flight` before it have come: one queue for all of memory serves blocks
+//     unevenly where it is long, and whatever else is read waits in it.
+//  7. Between a multiplication's start and its end nothing is called and nothing branches around it: the compiler would wait.
 //
 // Rejected, with figures in docs/kernels-performance.md: mma.sync (80 % of the matrix rate); bf16 queries read by threads
 // instead of by tensor map (their loads wait behind the ring's, 30 us a start with four tokens); deeper rings; keys of
@@ -22,6 +24,8 @@
 #pragma once
 
 #include <cuda.h>
+
+#include <algorithm>
 
 #include "kernels/index_logits_device.cuh"
 #include "kernels/launch.cuh"
@@ -146,7 +150,8 @@ __device__ __forceinline__ void convert_queries(const IndexLogitsArgs& args, con
 template <ElementFormat kKeys, MmaElement kMma, int kHeads, int kTokens>
 __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThreads, 1)
     index_logits_sm90_kernel(const __grid_constant__ IndexLogitsArgs args, const __grid_constant__ CUtensorMap key_map,
-                             const __grid_constant__ CUtensorMap query_map, const GroupMaxima maxima, int stages, CachePriority read_once) {
+                             const __grid_constant__ CUtensorMap query_map, const GroupMaxima maxima, int stages, int in_flight,
+                             CachePriority read_once) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Shape = Sm90Shape<kKeys, kMma, kHeads, kTokens>;
   using Traits = KeyTraits<kKeys>;
@@ -208,6 +213,8 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
               const TilePlace place = place_of_tile(args, first_column, base + lane);
               std::byte* const to = ring + Shape::kStageBytes * my_stage;
               uint64_t* const full = &control.full[my_stage];
+              const int earlier = my_stage - in_flight;
+              barrier_wait(&control.full[earlier < 0 ? earlier + stages : earlier], earlier < 0 ? my_parity : my_parity ^ 1u);
               barrier_wait(&control.empty[my_stage], my_parity);
               if (page < 0) {
                 control.present[my_stage] = piece.run.row >= 0 && place.column < args.pages.pages_per_row ? 0 : -1;
@@ -254,7 +261,6 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
       const auto load_queries = [&](const Run& run, int buffer) {
         std::byte* const operand = queries + buffer * Shape::kQueryBytes;
         float* const weights = control.weights[buffer];
-        load_limits<kTokens>(args, run, thread, control.limits[buffer]);
         if (Shape::kKeysAreOperand && (kMma == MmaElement::kE4m3 || args.q_element == QueryElement::kBf16)) {
           if (thread == 0) {
             expect_bytes(&control.query_full[buffer], Shape::kQueryBytes);
@@ -263,6 +269,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
                           cache_evict_normal());
             }
           }
+          load_limits<kTokens>(args, run, kSm90LoaderThreads - 1 - thread, control.limits[buffer]);  // where no thread has a weight, or few
           for (int n = thread; n < kColumns; n += kSm90LoaderThreads) {
             const int token = n / kHeads, head = n % kHeads;
             weights[WeightLayout<kHeads>::place(n)] =
@@ -270,7 +277,11 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
                     ? __ldg(args.head_weights + static_cast<int64_t>(run.token + token) * args.heads + head)
                     : 0.0f;
           }
-        } else if (args.q_element == QueryElement::kBf16) {
+          barrier_arrive(&control.query_full[buffer]);
+          return;
+        }
+        load_limits<kTokens>(args, run, thread, control.limits[buffer]);
+        if (args.q_element == QueryElement::kBf16) {
           convert_queries<kKeys, kHeads, kTokens, QueryElement::kBf16>(args, run, thread, operand, weights);
         } else if (args.q_element == QueryElement::kFp8) {
           convert_queries<kKeys, kHeads, kTokens, QueryElement::kFp8>(args, run, thread, operand, weights);
@@ -500,7 +511,7 @@ absl::Status launch_sm90(const Plan& plan, const IndexLogitsArgs& args, const Te
   shape.block = dim3(Shape::kThreads);
   shape.shared_bytes = static_cast<size_t>(Shape::shared_bytes(stages));
   return launch("index_logits_cuda", index_logits_sm90_kernel<kKeys, kMma, kHeads, kTokens>, shape, stream, args, maps.keys, maps.queries,
-                plan.maxima, stages, plan.read_once);
+                plan.maxima, stages, std::clamp(plan.tiles_in_flight, Shape::kGroups, stages), plan.read_once);
 }
 
 template <ElementFormat kKeys, MmaElement kMma>

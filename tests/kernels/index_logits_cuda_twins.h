@@ -1,5 +1,6 @@
 // The CUDA twins of index_logits as the battery and the golden tests take them: the wgmma kernel of sm_90a, and the
-// mma.sync kernel that every GPU can run. `threads` becomes the grid and the ring: neither may change a bit.
+// mma.sync kernel that every GPU can run. `threads` becomes the grid, the ring and how
+// much of it is in flight: none may change a bit.
 #pragma once
 
 #include <cstdint>
@@ -57,6 +58,7 @@ inline LogitsTwin logits_twin(const CudaTwin& cuda) {
     tuning.wgmma = wgmma;
     tuning.blocks = threads == 1 ? 0 : 3 * threads;
     tuning.ring_stages_max = threads == 1 ? 12 : 4 + threads;
+    tuning.short_tiles_in_flight = 2 + threads;
     tuning.converted_ring_stages_max = tuning.ring_stages_max;
     tuning.fp8_product_ring_stages_max = tuning.ring_stages_max;
     return logits_on_device(args, tuning);
