@@ -1,22 +1,24 @@
 // select_topk on the GPU: one read of the scores.
 //
-// A row is read once, by one block or by a cluster of blocks that split it. Its threads draw a stratified sample of the
-// row and take from it a rank key that about 2 to 3 k entries reach: the *guess*. Tiles stream through a ring in shared
-// memory; each thread keeps what reaches the guess in a short list of its own, without votes or atomics, and a warp gives
-// its lists to the pool, in the leading block's shared memory, when one of them is nearly full and at the end. Then half of
-// the leader's warps find the exact k-th in the pool and put the members in order by a bitmap over positions.
-// docs/kernels-performance.md has the figures.
+// A row is read once, by one block or by a cluster of blocks that take turns. It is cut into strands, two for each warp, that
+// are read side by side: a tile is the next 512 bytes of each. So the first tile is a sample of the whole row, and gives a
+// rank key that about 2 to 3 k entries reach: the *guess*. Tiles arrive by asynchronous copies, each thread's own in a ring
+// of its own; each thread keeps what reaches the guess in a short list, without votes or atomics, and a warp gives its lists
+// to the block's pool when one of them is nearly full and at the end. The leading block fetches the others' pools, finds the
+// exact k-th and puts the members in order by a bitmap over positions. docs/kernels-performance.md has the figures.
 //
 // What must stay true:
-//  1. A guess is checked. Where more than the pool holds reached it, the k-th best of what the pool does hold is a sound
-//     bound, and the row is read again with that one; where fewer than min(k, present) reached it, one block reads the row
-//     slowly, raising its threshold from nothing. Both are counted in OpReport::fallbacks. No entry is ever dropped.
-//  2. The answer is a function of the scores: neither sample, plan, timing nor cluster size can change it.
-//  3. Aligned 16-byte parts are read by the bulk copy engine; the up to three scores before and after them by threads.
-//     Nothing past a row's length is read.
-//  4. Another block's shared memory is touched between two cluster barriers only: the first says that the leader has
-//     begun and that its counters are zero, the second that its pool is complete.
-//  5. An instruction that all 32 warps run costs a multiprocessor eight cycles: what few can do is done by few.
+//  1. A guess is checked, and each block of a cluster has its own: what counts is what reaches the highest. Where more reached
+//     it than the pool holds, the k-th best of what the pool does hold is a sound bound, and one block reads the row again
+//     with that; where fewer than min(k, present) reached it, one block reads the row slowly, raising its threshold from
+//     nothing. Both are counted in OpReport::fallbacks. No entry is ever dropped.
+//  2. The answer is a function of the scores: neither guess, plan, timing nor cluster size can change it.
+//  3. Aligned 16-byte parts are copied; the up to three scores before and after them are read by threads. Nothing past a
+//     row's length is read.
+//  4. A thread reads of the ring what it copied there itself: no barrier stands between a copy and its use.
+//  5. Another block's shared memory is read between two cluster barriers: the first says that every pool is complete, the
+//     second that the leader has it.
+//  6. An instruction that all 32 warps run costs a multiprocessor eight cycles: what few can do is done by few.
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
@@ -33,52 +35,71 @@
 namespace needle {
 namespace {
 
-constexpr int kStagesMax = 32;
+constexpr int kStagesMax = 4;
 constexpr int kSlotsMax = 32;  // entries that a thread's list may hold
 constexpr int kClusterMax = 16;
-constexpr int kTileVectorsAThread = 2;  // a tile of scores is so many 16-byte vectors for each thread
-constexpr int kSampleGroupsLog2Max = 7;
-constexpr int kSampleLoadsMax = 2;  // 16-byte loads of a thread
+constexpr int kStrandsAWarp = 2;   // and so 16-byte vectors of a tile that are a thread's
+constexpr int kPieceVectors = 32;  // of a strand in a tile: a warp's neighbouring vectors
+constexpr int kSampleGroupsMax = 128;
+constexpr int kGroupsOfPiece = 16;  // a piece's scores go to so many groups, neighbours together
 constexpr int kRankThreadsLog2 = 8;
-constexpr int kRankThreads = 1 << kRankThreadsLog2;  // who rank the sample's groups
-constexpr float kSampleSigmas = 4.5f;                // of the group count that may lie below the threshold: about 1 row in 1e5 reruns
-constexpr int kPartEntriesMin = 4096;                // a block of a cluster with less to read leaves its share to the others
+constexpr int kRankThreads = 1 << kRankThreadsLog2;  // who rank the groups
+constexpr float kSampleSigmas = 4.5f;  // of the group count that may lie below the guess: about 1 row in 1e5 reruns
 
-// The sample: groups of neighbouring threads, each thread `loads` vectors of which it looks at `values_a_load` scores.
-// The threshold is the rank-th smallest of the groups' best keys. rank 0: no useful guess, take everything.
+template <int kThreads>
+inline constexpr int kTileBytes = kThreads * kStrandsAWarp * 16;
+
+// What the guess is made of: of each thread's first scores of the first tile (1, 2, 4 or 8 of them) the best, of 64 or 128
+// groups of threads the best, of those the rank-th smallest. rank 0: no useful guess, take everything.
 struct SamplePlan {
+  int values;
   int groups_log2;
-  int loads;  // a power of two
-  int values_a_load;
   int rank;
+  float share;  // of the entries that should reach the guess
+};
+// How often the first tile holds the guess's score, where groups agree on it.
+struct SampleCount {
+  uint32_t above;
+  uint32_t equal;
+  uint32_t all;
 };
 
-// What a block reads of a row: vectors [first, first + count) of the aligned ones, and on rank 0 the scores around them.
+// What a block reads of a row.
 struct Part {
   const float* row;
   const float4* vectors;
   int head;  // scores before the first aligned one
   int length;
   int row_vectors;
-  int vector_first;
-  int vector_count;
-  int blocks;  // of the cluster that have a part
+  int strand;    // vectors of a strand; the last ones may have fewer or none
+  int blocks;    // of the cluster that have a part
+  int tiles;     // of this block
+  bool guesses;  // long enough for a guess
 };
+
+__device__ __forceinline__ int tiles_of(const Part& part, int rank) {
+  const int step = part.blocks * kPieceVectors;
+  return (part.strand - rank * kPieceVectors + step - 1) / step;
+}
 
 // Behind the pool; the threads' lists and the ring follow.
 struct alignas(16) RowShared {
-  uint64_t tile_landed[kStagesMax];
-  uint64_t tile_taken[kStagesMax];
-  uint64_t group_best[1 << kSampleGroupsLog2Max];
+  uint32_t group_best[kSampleGroupsMax];  // as order bits
   uint64_t guess;
+  uint64_t highest_guess;  // of the cluster
   VisibleRow visible;
   Part part;
   SamplePlan sample;
+  SampleCount sampled;
+  uint32_t guess_order;
+  uint32_t guess_ties;  // groups whose best is the guess's score
+  uint32_t total;       // keys of all pools
+  uint32_t reaching;    // those that reach the highest guess
 };
 
 __device__ __forceinline__ RowShared& row_shared(int capacity) { return *reinterpret_cast<RowShared*>(select_keys() + capacity); }
 
-// ------------------------------------------------------------------------------------- the leading block's shared memory
+// ----------------------------------------------------------------------------------------- other blocks' shared memory
 
 // A shared address as block `rank` of the cluster has it.
 __device__ __forceinline__ uint32_t address_in_block(const void* pointer, uint32_t rank) {
@@ -86,18 +107,18 @@ __device__ __forceinline__ uint32_t address_in_block(const void* pointer, uint32
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
   return address;
 }
-__device__ __forceinline__ uint32_t add_in_block(uint32_t address, uint32_t value) {
-  uint32_t before;
-  asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(value) : "memory");
-  return before;
+__device__ __forceinline__ uint32_t load_in_block(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
 }
-__device__ __forceinline__ void raise_in_block(uint32_t address, uint32_t value) {
-  asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-__device__ __forceinline__ void store_in_block(uint32_t address, uint64_t value) {
-  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+__device__ __forceinline__ uint64_t load_key_in_block(uint32_t address) {
+  uint64_t value;
+  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+  return value;
 }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_only() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;
@@ -105,261 +126,212 @@ __device__ __forceinline__ uint32_t rank_in_cluster() {
   return rank;
 }
 
+// ------------------------------------------------------------------------------------------------- a thread's stream
+
+__device__ __forceinline__ void copy_vector(uint32_t to_shared, const float4* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from) : "memory");
+}
+// Until the oldest of `stages` groups of copies has landed.
+__device__ __forceinline__ void wait_for_oldest(int stages) {
+  if (stages >= 4) {
+    asm volatile("cp.async.wait_group 3;" ::: "memory");
+  } else if (stages == 3) {
+    asm volatile("cp.async.wait_group 2;" ::: "memory");
+  } else if (stages == 2) {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  } else {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  }
+}
+
+// This thread's vectors of the part, a vector of two strands a tile. Warp w has strands w and warps + w.
+template <int kThreads>
+struct Stream {
+  const float4* next;    // to be asked for, of the first strand
+  int64_t second;        // from there to the second strand's
+  int left[2];           // vectors of the strands from this thread's of the current tile on: none where <= 0
+  uint32_t position[2];  // of the current tile's vectors
+  int step;              // vectors from a tile's piece to the next tile's
+  int tiles;
+  uint32_t ring;  // this thread's first place
+
+  __device__ __forceinline__ Stream(const Part& part, int rank, const float4* ring_begin) {
+    constexpr int kWarps = kThreads / 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int in_piece = static_cast<int>(threadIdx.x) % 32 + rank * kPieceVectors;
+    const int first = warp * part.strand + in_piece;
+    second = kWarps * part.strand;
+    next = part.vectors + first;
+    left[0] = min(part.strand, part.row_vectors - warp * part.strand) - in_piece;
+    left[1] = min(part.strand, part.row_vectors - (kWarps + warp) * part.strand) - in_piece;
+    position[0] = static_cast<uint32_t>(part.head + 4 * first);
+    position[1] = position[0] + 4 * kWarps * static_cast<uint32_t>(part.strand);
+    step = part.blocks * kPieceVectors;
+    tiles = part.tiles;
+    ring = shared_address(ring_begin + threadIdx.x);
+  }
+  // Asks for the tile that lies `ahead` vectors of a strand behind the current one. One group of copies, be it empty.
+  __device__ __forceinline__ void ask(int stage, int ahead) {
+    const uint32_t to = ring + static_cast<uint32_t>(stage * kTileBytes<kThreads>);
+    if (left[0] > ahead) copy_vector(to, next);
+    if (left[1] > ahead) copy_vector(to + kThreads * 16, next + second);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    next += step;
+  }
+  __device__ __forceinline__ void begin(int stages) {
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) ask(stage, stage * step);
+  }
+};
+
 // ------------------------------------------------------------------------------------------------- the sample's guess
 
 // A group of g scores has its best below the k-th key with probability u = (1 - k/length)^g. Of the groups about
-// groups x u do, +- sqrt(groups x u x (1 - u)); the threshold is taken so far below that mean that it lies above the
+// groups x u do, +- sqrt(groups x u x (1 - u)); the guess is taken so far below that mean that it lies above the
 // k-th key about once in 1e5 rows of independent scores. Correlated neighbours only move it down, to more candidates.
 // Approximate arithmetic will do: no answer depends on it.
 template <int kThreads>
-__device__ __forceinline__ SamplePlan plan_sample(int length, int k, int row_vectors) {
+__device__ __forceinline__ SamplePlan plan_sample(int length, int k, int strand) {
   constexpr int kValuesLog2Max = 3;
-  static_assert(1 << kValuesLog2Max == 4 * kSampleLoadsMax, "a thread's share of the sample");
-  SamplePlan plan{kSampleGroupsLog2Max, 1, 1, 0};
-  if (row_vectors < kThreads || k >= length) return plan;  // taken whole
-  const float share = __fdividef(static_cast<float>(k), static_cast<float>(length));
-  // The ranking of groups costs their square, candidates cost by their number: many groups for many candidates.
+  static_assert(1 << kValuesLog2Max == 4 * kStrandsAWarp, "a thread's share of a tile");
+  SamplePlan plan;
+  const float entry_share = __fdividef(static_cast<float>(k), static_cast<float>(length));
+  // Candidates cost by their number: many groups for many candidates.
   const bool many = k > 512;
-  if (!many) plan.groups_log2 -= 1;
-  const float a_thread = __fdividef((many ? 0.5f : 0.25f) / static_cast<float>(kThreads >> plan.groups_log2), share);
-  int values_log2 = a_thread < 1.0f ? 0 : min(31 - __clz(static_cast<int>(a_thread)), kValuesLog2Max);
-  while (values_log2 > 2 && (kThreads << (values_log2 - 2)) > row_vectors) --values_log2;
-  plan.loads = 1 << max(0, values_log2 - 2);
-  plan.values_a_load = 1 << min(values_log2, 2);
-  const float group_scores = static_cast<float>((kThreads >> plan.groups_log2) << values_log2);
-  const float below = exp2f(group_scores * __log2f(1.0f - share));
-  const float mean = static_cast<float>(1 << plan.groups_log2) * below;
+  plan.groups_log2 = many ? 7 : 6;
+  const float groups = many ? 128.0f : 64.0f;
+  const float threads = (kThreads / 32.0f) * static_cast<float>(min(strand, kPieceVectors)) / groups;  // of a group
+  const float a_thread = __fdividef(many ? 1.0f : 0.7f, threads * entry_share);
+  const int values_log2 = a_thread < 1.0f ? 0 : min(31 - __clz(static_cast<int>(a_thread)), kValuesLog2Max);
+  plan.values = 1 << values_log2;
+  const float group_scores = threads * static_cast<float>(plan.values);
+  const float below = exp2f(group_scores * __log2f(1.0f - entry_share));
+  const float mean = groups * below;
   const float variance = mean * (1.0f - below);
   plan.rank = max(0, static_cast<int>(mean - kSampleSigmas * variance * rsqrtf(variance + 1e-6f)));
+  plan.share = 1.0f - exp2f(__fdividef(__log2f(__fdividef(static_cast<float>(plan.rank), groups)), group_scores));
   return plan;
 }
 
-__device__ __forceinline__ uint32_t scramble(uint32_t value) {
-  value *= 0x9E3779B1u;
-  value ^= value >> 15;
-  value *= 0x85EBCA77u;
-  return value ^ (value >> 13);
-}
-
-// Where load `load` of a thread looks: one place drawn from each stratum of the row. Two neighbouring threads share a
-// place and read its 32 bytes. A group's strata are spread over the whole row, so that groups are alike however scores
-// drift with position.
+// A rank key that about 2 to 3 k entries reach, for every thread, from the first tile. A group's pieces are spread over the
+// whole row, so that groups are alike however scores drift with position, and a run of high scores is in few of them. Where
+// groups agree on the guess's score, the tile tells what share of its equals is wanted; spread evenly over the row, that share
+// lies before a position. Two block barriers, or three.
 template <int kThreads>
-struct SamplePlaces {
-  uint32_t group;
-  uint32_t pair;   // of the group
-  uint32_t half;   // of the place's two vectors
-  int pairs_log2;  // of a group
-  int groups_log2;
-  int strata_log2;
-  uint32_t pairs;  // of vectors in the row
-  uint32_t width;  // of a stratum, in pairs
-
-  __device__ __forceinline__ explicit SamplePlaces(const SamplePlan& plan, int row_vectors) {
-    constexpr int kLog2 = kThreads == 1024 ? 10 : 9;
-    static_assert(1 << kLog2 == kThreads, "512 or 1024");
-    const int lanes_log2 = kLog2 - plan.groups_log2;  // >= 2
-    group = threadIdx.x >> lanes_log2;
-    pair = (threadIdx.x & ((1u << lanes_log2) - 1)) >> 1;
-    half = threadIdx.x & 1u;
-    pairs_log2 = lanes_log2 - 1;
-    groups_log2 = plan.groups_log2;
-    strata_log2 = kLog2 - 1 + plan.loads / 2;
-    pairs = static_cast<uint32_t>(row_vectors) / 2;
-    width = pairs >> strata_log2;
-  }
-  __device__ __forceinline__ uint32_t vector(uint32_t load) const {
-    const uint32_t stratum = (((load << pairs_log2) + pair) << groups_log2) + group;
-    const uint32_t first = static_cast<uint32_t>((static_cast<uint64_t>(stratum) * pairs) >> strata_log2);
-    return 2 * (first + (((scramble(stratum) & 0xFFFFu) * width) >> 16)) + half;
-  }
-};
-static_assert(kSampleLoadsMax == 2, "loads / 2 above is their logarithm");
-
-// A rank key that about 2 to 3 k entries reach, for every thread: the rank-th smallest of the groups' bests. Equal scores
-// are ordered by chance within the sample, so that the guess says what share of the entries with its score is wanted;
-// spread evenly over the row, that share lies before a position. `when_asked` is called once every load is under way,
-// `when_back` once this thread's are back. Two block barriers.
-template <int kThreads, class WhenAsked, class WhenBack>
-__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const WhenAsked& when_asked,
-                                                    const WhenBack& when_back) {
-  constexpr int kLoadsMax = kSampleLoadsMax;
+__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const Stream<kThreads>& stream, int stages) {
   const SamplePlan plan = shared.sample;
-  const SamplePlaces<kThreads> places(plan, part.row_vectors);
-  float4 scores[kLoadsMax];
-  uint32_t vectors[kLoadsMax];
-#pragma unroll
-  for (int i = 0; i < kLoadsMax; ++i) {
-    vectors[i] = places.vector(static_cast<uint32_t>(i));
-    if (i < plan.loads) scores[i] = __ldg(part.vectors + vectors[i]);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const float none = __uint_as_float(kAbsentScoreBits);
+  wait_for_oldest(stages);
+  float4 first = load_shared_vector(stream.ring);
+  float4 second = load_shared_vector(stream.ring + kThreads * 16);
+  if (stream.left[0] <= 0) first = float4{none, none, none, none};
+  if (stream.left[1] <= 0) second = float4{none, none, none, none};
+  float best = first.x;  // fmaxf() ignores NaN
+  if (plan.values >= 2) best = fmaxf(best, first.y);
+  if (plan.values >= 4) best = fmaxf(best, fmaxf(first.z, first.w));
+  if (plan.values >= 8) best = fmaxf(best, fmaxf(fmaxf(second.x, second.y), fmaxf(second.z, second.w)));
+  const uint32_t best_order = order_bits_of(best);
+  const int in_piece = part.strand >= kPieceVectors ? lane / (kPieceVectors / kGroupsOfPiece) : lane * kGroupsOfPiece / part.strand;
+  const int piece = static_cast<int>(threadIdx.x) / 32 & ((1 << plan.groups_log2) / kGroupsOfPiece - 1);
+  const int group_here = piece * kGroupsOfPiece + in_piece;
+  if (best_order != 0) {
+    asm volatile("red.relaxed.cta.shared::cta.max.u32 [%0], %1;" ::"r"(shared_address(&shared.group_best[group_here])), "r"(best_order)
+                 : "memory");
   }
-  when_asked();
-  uint64_t best = 0;
-#pragma unroll
-  for (int i = 0; i < kLoadsMax; ++i) {
-    if (i >= plan.loads) continue;
-    const float score[4] = {scores[i].x, scores[i].y, scores[i].z, scores[i].w};
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      if (c >= plan.values_a_load || __float_as_uint(score[c]) == kAbsentScoreBits) continue;
-      const uint32_t chance = scramble(4 * vectors[i] + static_cast<uint32_t>(c));
-      const uint64_t key = (rank_key_of(score[c], 0) & 0xFFFFFFFF00000000u) | chance;
-      if (key > best) best = key;
-    }
-  }
-  when_back(best);
-  const int lanes = kThreads >> plan.groups_log2;  // of a group
-#pragma unroll 1
-  for (int step = lanes >> 1; step > 0; step >>= 1) {
-    const uint64_t other = __shfl_xor_sync(0xFFFFFFFFu, best, step);
-    if (other > best) best = other;
-  }
-  if ((static_cast<int>(threadIdx.x) & (lanes - 1)) == 0) shared.group_best[places.group] = best;
   __syncthreads();
   if (threadIdx.x < kRankThreads) {
     // Rank of each group's best among all, by two or four neighbouring threads.
     const int sharers_log2 = kRankThreadsLog2 - plan.groups_log2;
+    const int sharer = static_cast<int>(threadIdx.x) & ((1 << sharers_log2) - 1);
     const int group = static_cast<int>(threadIdx.x) >> sharers_log2;
-    const uint64_t key = shared.group_best[group];
-    int smaller = 0;
+    const uint32_t own = shared.group_best[group];
+    uint32_t counted = 0;  // smaller ones, and 65,536 for each equal one
 #pragma unroll 4
-    for (int other = static_cast<int>(threadIdx.x) & ((1 << sharers_log2) - 1); other < 1 << plan.groups_log2; other += 1 << sharers_log2) {
-      const uint64_t key_there = shared.group_best[other];
-      smaller += key_there < key || (key_there == key && other < group);
+    for (int other = sharer; other < 1 << plan.groups_log2; other += 1 << sharers_log2) {
+      const uint32_t there = shared.group_best[other];
+      counted += there < own || (there == own && other < group) ? 1u : 0u;
+      counted += there == own ? 65536u : 0u;
     }
-    smaller += __shfl_xor_sync(0xFFFFFFFFu, smaller, 1);
-    if (sharers_log2 == 2) smaller += __shfl_xor_sync(0xFFFFFFFFu, smaller, 2);
-    if ((threadIdx.x & ((1u << sharers_log2) - 1)) == 0 && smaller == plan.rank - 1) {
-      const uint32_t last = __umulhi(~static_cast<uint32_t>(key), static_cast<uint32_t>(part.length));
-      shared.guess = (key & 0xFFFFFFFF00000000u) | (0xFFFFFFFFu - last);
+    counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 1);
+    if (sharers_log2 == 2) counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 2);
+    if (sharer == 0 && static_cast<int>(counted % 65536u) == plan.rank - 1) {
+      shared.guess_order = own;
+      shared.guess_ties = counted / 65536u;
     }
   }
   __syncthreads();
-  return shared.guess;
+  const uint32_t order = shared.guess_order;
+  uint32_t before = 0xFFFFFFFFu;  // of scores that equal the guess's, those up to here are in
+  if (order != 0 && shared.guess_ties > 1) {
+    const float score[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    uint32_t above = 0;
+    uint32_t equal = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t there = order_bits_of(score[i]);
+      above += there > order ? 1u : 0u;
+      equal += there == order ? 1u : 0u;
+    }
+    above = __reduce_add_sync(0xFFFFFFFFu, above);
+    equal = __reduce_add_sync(0xFFFFFFFFu, equal);
+    const uint32_t all = __reduce_add_sync(0xFFFFFFFFu, (stream.left[0] > 0 ? 4u : 0u) + (stream.left[1] > 0 ? 4u : 0u));
+    if (lane == 0) {
+      atomicAdd(&shared.sampled.above, above);
+      atomicAdd(&shared.sampled.equal, equal);
+      atomicAdd(&shared.sampled.all, all);
+    }
+    __syncthreads();
+    const SampleCount sampled = shared.sampled;
+    const float wanted = plan.share * static_cast<float>(sampled.all) - static_cast<float>(sampled.above);
+    const float share = __fdividef(fmaxf(wanted, 0.0f), static_cast<float>(max(sampled.equal, 1u)));
+    if (share < 1.0f) before = static_cast<uint32_t>(share * static_cast<float>(part.length));
+  }
+  return static_cast<uint64_t>(order) << 32 | (0xFFFFFFFFu - before);
 }
 
 // ------------------------------------------------------------------------------------------------------- reading a part
 
-// The ring of tiles: which stage is next, and the parity of its barriers.
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1u;
-    }
-  }
-};
-
-template <int kThreads>
-__device__ __forceinline__ void request_tile(RowShared& shared, float4* ring, const Part& part, int tile, int stage) {
-  constexpr int kTileVectors = kThreads * kTileVectorsAThread;
-  const int first = tile * kTileVectors;
-  const uint32_t bytes = static_cast<uint32_t>(min(kTileVectors, part.vector_count - first)) * 16u;
-  barrier_expect(&shared.tile_landed[stage], bytes);
-  bulk_load(ring + stage * kTileVectors, part.vectors + part.vector_first + first, bytes, &shared.tile_landed[stage]);
-}
-
-// Asks for the part's tiles [first, end), as far as the ring and the part have them. By one thread.
-template <int kThreads>
-__device__ __forceinline__ void request_tiles(RowShared& shared, float4* ring, const Part& part, int stages, int first, int end) {
-  constexpr int kTileVectors = kThreads * kTileVectorsAThread;
-  const int tiles = min(min(stages, end), (part.vector_count + kTileVectors - 1) / kTileVectors);
-#pragma unroll 1
-  for (int tile = first; tile < tiles; ++tile) request_tile<kThreads>(shared, ring, part, tile, tile);
-}
-
-template <int kThreads>
-__device__ __forceinline__ void init_ring(RowShared& shared, int stages) {
-#pragma unroll 1
-  for (int stage = 0; stage < stages; ++stage) {
-    barrier_init(&shared.tile_landed[stage], 1);
-    barrier_init(&shared.tile_taken[stage], kThreads / 32);
-  }
-  barrier_inits_visible();
-}
-
-// The pool as this block sees it: in the leading block's shared memory, by cluster addresses.
-struct Pool {
-  uint32_t keys;
-  uint32_t count;
-  uint32_t order_max;
-  uint32_t nan_count;
-  uint32_t absent_count;
-  uint32_t capacity;
-
-  __device__ __forceinline__ explicit Pool(int holds) {
-    const SelectShared& shared = select_shared();
-    keys = address_in_block(select_keys(), 0);
-    count = address_in_block(&shared.count, 0);
-    order_max = address_in_block(&shared.order_max, 0);
-    nan_count = address_in_block(&shared.nan_count, 0);
-    absent_count = address_in_block(&shared.absent_count, 0);
-    capacity = static_cast<uint32_t>(holds);
-  }
-};
-
 // A warp's lists, `held` positions and scores a thread from key `first` of shared memory on, go to the pool as keys,
-// without those below the threshold after all and without absent ones. What the pool has no room for is counted and not written. Called by whole warps.
+// without those below the threshold after all and without absent ones. What the pool has no room for is counted and not
+// written. Called by whole warps.
 template <int kThreads>
-__device__ __noinline__ void give_lists(Pool pool, uint32_t first, uint32_t held, uint64_t threshold) {
+__device__ __noinline__ void give_lists(uint32_t first, uint32_t held, uint64_t threshold, uint32_t capacity) {
   uint64_t* const list = select_keys() + first;
-  const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, held);
-  const uint32_t lane = threadIdx.x & 31u;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   Oddities found;
-  uint32_t taken = 0;  // bit i: entry i is a key
-  uint32_t total = 0;
+  uint32_t own = 0;
 #pragma unroll 1
-  for (uint32_t i = 0; i < most; ++i) {
-    bool take = false;
-    if (i < held) {
-      const uint64_t pair = list[i * kThreads];
-      uint64_t key;
-      take = takes(true, __uint_as_float(static_cast<uint32_t>(pair >> 32)), static_cast<uint32_t>(pair), threshold, &key, &found);
-      if (take) {
-        list[i * kThreads] = key;
-        taken |= 1u << i;
-      }
-    }
-    total += static_cast<uint32_t>(__popc(__ballot_sync(0xFFFFFFFFu, take)));
-  }
-  if (__any_sync(0xFFFFFFFFu, (found.nans | found.absents) != 0)) {
-    const uint32_t nans = __reduce_add_sync(0xFFFFFFFFu, found.nans);
-    const uint32_t absents = __reduce_add_sync(0xFFFFFFFFu, found.absents);
-    if (lane == 0) {
-      add_in_block(pool.nan_count, nans);
-      add_in_block(pool.absent_count, absents);
+  for (uint32_t i = 0; i < held; ++i) {
+    const uint64_t pair = list[i * kThreads];
+    uint64_t key;
+    if (takes(true, __uint_as_float(static_cast<uint32_t>(pair >> 32)), static_cast<uint32_t>(pair), threshold, &key, &found)) {
+      list[own * kThreads] = key;
+      own += 1;
     }
   }
-  if (total == 0) return;
-  const uint32_t order_max = __reduce_max_sync(0xFFFFFFFFu, found.order_max);
+  __syncwarp();
+  found.note();
+  const uint32_t up_to = inclusive_over_warp(own);
   uint32_t place = 0;
-  if (lane == 0) {
-    place = add_in_block(pool.count, total);
-    raise_in_block(pool.order_max, order_max);
-  }
-  place = __shfl_sync(0xFFFFFFFFu, place, 0);
+  if (lane == 31 && up_to != 0) place = add_shared(&select_shared().count, up_to);
+  place = __shfl_sync(0xFFFFFFFFu, place, 31) + up_to - own;
 #pragma unroll 1
-  for (uint32_t i = 0; i < most; ++i) {
-    const bool take = (taken >> i & 1u) != 0;
-    const unsigned takers = __ballot_sync(0xFFFFFFFFu, take);
-    const uint32_t own = place + static_cast<uint32_t>(__popc(takers & lanes_below()));
-    if (take && own < pool.capacity) store_in_block(pool.keys + own * 8, list[i * kThreads]);
-    place += static_cast<uint32_t>(__popc(takers));
+  for (uint32_t i = 0; i < own; ++i) {
+    if (place + i < capacity) select_keys()[place + i] = list[i * kThreads];
   }
+  __syncwarp();
 }
 
-// Reads the part once, what reaches the threshold into the pool. Each thread keeps the scores that may reach it, with
+// Reads the part once, what reaches the threshold into the block's pool. Each thread keeps the scores that may reach it, with
 // their positions, in a list of its own: no counter to share, a few predicated instructions for four scores whatever they
 // are. The part's first tiles are on their way. A block or cluster barrier must follow.
 template <int kThreads>
-__device__ __forceinline__ void read_part(RowShared& shared, float4* ring, uint32_t list, const Pool& pool, const Part& part, int stages,
-                                          int slots, uint64_t threshold, bool edges) {
-  constexpr int kTileVectors = kThreads * kTileVectorsAThread;
+__device__ __forceinline__ void read_part(const Part& part, Stream<kThreads>& stream, uint32_t list, const SelectPlan& plan,
+                                          uint64_t threshold, bool edges) {
   constexpr uint32_t kListStep = kThreads * 8;
-  const int tiles = (part.vector_count + kTileVectors - 1) / kTileVectors;
+  const int stages = plan.stages;
+  const uint32_t capacity = static_cast<uint32_t>(plan.capacity);
   // One comparison a score: NaN passes, to be looked at later. Scores equal to the threshold's pass up to its position,
   // later ones must be greater.
   float floor = score_of_key(threshold);
@@ -367,7 +339,7 @@ __device__ __forceinline__ void read_part(RowShared& shared, float4* ring, uint3
   const uint32_t last_equal = position_of_key(threshold);
   asm volatile("" : "+f"(floor), "+f"(floor_after));  // else the compiler works them out anew for every vector
   const uint32_t list_first = shared_address(select_keys() + list);
-  const uint32_t list_nearly_full = list_first + static_cast<uint32_t>(slots - 4) * kListStep;
+  const uint32_t list_nearly_full = list_first + static_cast<uint32_t>(plan.slots - 4) * kListStep;
   uint32_t next = list_first;
   const auto keep = [&](bool passes, float score, uint32_t position) {
     if (passes) {
@@ -383,71 +355,108 @@ __device__ __forceinline__ void read_part(RowShared& shared, float4* ring, uint3
     const float score = valid ? part.row[position] : 0.0f;
     keep(valid && !(score < floor), score, static_cast<uint32_t>(position));
   }
-  const uint32_t ring_address = shared_address(ring + threadIdx.x);
-  uint32_t position = static_cast<uint32_t>(part.head + 4 * (part.vector_first + static_cast<int>(threadIdx.x)));
-  int left = part.vector_count - static_cast<int>(threadIdx.x);
-  const int late = stages > 1 ? 1 : 0;  // a stage is refilled so many tiles later, so as not to wait for slower warps
-  RingPlace place;
-  RingPlace refill;
+  int stage = 0;
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    barrier_wait(&shared.tile_landed[place.stage], place.parity);
-    const uint32_t data = ring_address + static_cast<uint32_t>(place.stage) * kTileVectors * 16u;
+  for (int tile = 0; tile < stream.tiles; ++tile) {
+    wait_for_oldest(stages);
+    const uint32_t data = stream.ring + static_cast<uint32_t>(stage * kTileBytes<kThreads>);
 #pragma unroll
-    for (int v = 0; v < kTileVectorsAThread; ++v) {
+    for (int v = 0; v < kStrandsAWarp; ++v) {
       if (__any_sync(0xFFFFFFFFu, next > list_nearly_full)) {
-        give_lists<kThreads>(pool, list, (next - list_first) / kListStep, threshold);
+        give_lists<kThreads>(list, (next - list_first) / kListStep, threshold, capacity);
         next = list_first;
       }
-      if (left > 0) {
+      if (stream.left[v] > 0) {
         const float4 scores = load_shared_vector(data + v * kThreads * 16);
+        const uint32_t position = stream.position[v];
         const float bar = position > last_equal ? floor_after : floor;
         keep(!(scores.x < bar), scores.x, position);
         keep(!(scores.y < bar), scores.y, position + 1);
         keep(!(scores.z < bar), scores.z, position + 2);
         keep(!(scores.w < bar), scores.w, position + 3);
       }
-      position += 4 * kThreads;
-      left -= kThreads;
     }
-    if (tiles > stages) {  // else nothing is overwritten
-      __syncwarp();
-      if ((threadIdx.x & 31) == 0) barrier_arrive(&shared.tile_taken[place.stage]);
-      if (threadIdx.x == 0 && tile >= late && tile - late + stages < tiles) {
-        barrier_wait(&shared.tile_taken[refill.stage], refill.parity);
-        request_tile<kThreads>(shared, ring, part, tile - late + stages, refill.stage);
-        refill.advance(stages);
-      }
-      __syncwarp();
+    stream.ask(stage, stages * stream.step);
+    stage = stage + 1 == stages ? 0 : stage + 1;
+#pragma unroll
+    for (int v = 0; v < kStrandsAWarp; ++v) {
+      stream.left[v] -= stream.step;
+      stream.position[v] += 4 * static_cast<uint32_t>(stream.step);
     }
-    place.advance(stages);
   }
-  if (__any_sync(0xFFFFFFFFu, next > list_first)) give_lists<kThreads>(pool, list, (next - list_first) / kListStep, threshold);
+  if (__any_sync(0xFFFFFFFFu, next > list_first)) give_lists<kThreads>(list, (next - list_first) / kListStep, threshold, capacity);
+}
+
+// Fetches the pools of the cluster's other blocks into the leader's, as far as it has room, and finds what they came to.
+template <int kThreads>
+__device__ __forceinline__ void fetch_pools(RowShared& shared, int blocks, const SelectPlan& plan) {
+  constexpr int kWarps = kThreads / 32;
+  SelectShared& pool = select_shared();
+  const uint32_t capacity = static_cast<uint32_t>(plan.capacity);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const bool named = lane < blocks;
+  const uint32_t block = named ? static_cast<uint32_t>(lane) : 0;
+  const uint32_t count = named ? load_in_block(address_in_block(&pool.count, block)) : 0;
+  const uint64_t guess = named ? load_key_in_block(address_in_block(&shared.guess, block)) : 0;
+  const uint32_t high = __reduce_max_sync(0xFFFFFFFFu, static_cast<uint32_t>(guess >> 32));
+  const uint32_t low = __reduce_max_sync(0xFFFFFFFFu, static_cast<uint32_t>(guess >> 32) == high ? static_cast<uint32_t>(guess) : 0u);
+  const uint64_t highest = static_cast<uint64_t>(high) << 32 | low;
+  const uint32_t held = min(count, capacity);
+  const uint32_t up_to = inclusive_over_warp(held);
+  if (warp == 0) {
+    const uint32_t order_max = named ? load_in_block(address_in_block(&pool.order_max, block)) : 0;
+    const uint32_t nans = named ? load_in_block(address_in_block(&pool.nan_count, block)) : 0;
+    const uint32_t absents = named ? load_in_block(address_in_block(&pool.absent_count, block)) : 0;
+    const uint32_t cluster_max = __reduce_max_sync(0xFFFFFFFFu, order_max);
+    const uint32_t cluster_nans = __reduce_add_sync(0xFFFFFFFFu, nans);
+    const uint32_t cluster_absents = __reduce_add_sync(0xFFFFFFFFu, absents);
+    const bool over = __any_sync(0xFFFFFFFFu, count > capacity);
+    if (lane == 31) {
+      pool.order_max = cluster_max;
+      pool.nan_count = cluster_nans;
+      pool.absent_count = cluster_absents;
+      shared.total = over ? capacity + 1 : up_to;
+      shared.highest_guess = highest;
+    }
+  }
+  // Neighbouring warps share a block's pool.
+  const int warps_a_block = kWarps >> plan.cluster_log2;
+  const int source = warp << plan.cluster_log2 >> (kThreads == 1024 ? 5 : 4);
+  const uint32_t theirs = __shfl_sync(0xFFFFFFFFu, held, source);
+  const uint32_t before = __shfl_sync(0xFFFFFFFFu, up_to, source) - theirs;
+  const uint32_t from = address_in_block(select_keys(), theirs != 0 ? static_cast<uint32_t>(source) : 0u);
+  uint32_t reaching = 0;
+#pragma unroll 2
+  for (uint32_t i = static_cast<uint32_t>((warp & (warps_a_block - 1)) * 32 + lane); i < theirs; i += static_cast<uint32_t>(warps_a_block) * 32) {
+    const uint64_t key = load_key_in_block(from + 8 * i);
+    if (source != 0 && before + i < capacity) select_keys()[before + i] = key;
+    reaching += key >= highest ? 1u : 0u;
+  }
+  reaching = __reduce_add_sync(0xFFFFFFFFu, reaching);
+  if (lane == 0 && reaching != 0) atomicAdd(&shared.reaching, reaching);
 }
 
 // --------------------------------------------------------------------------------------------------------- the kernel
 
-// What warp 1 finds out about the block's work.
+// What warp 0 finds out about the row.
 template <int kThreads>
 __device__ __forceinline__ void plan_part(const SelectTopkArgs& args, const SelectPlan& plan, int64_t row, int rank, RowShared& shared) {
+  constexpr int kStrands = kStrandsAWarp * kThreads / 32;
   const VisibleRow visible = visible_row(args, row);
-  const int length = static_cast<int>(visible.length);
   Part part;
   part.row = args.scores + row * args.score_stride;
-  part.length = length;
-  part.head = min(length, static_cast<int>(((16u - (reinterpret_cast<uintptr_t>(part.row) & 15u)) & 15u) / 4));
+  part.length = static_cast<int>(visible.length);
+  part.head = min(part.length, static_cast<int>(((16u - (reinterpret_cast<uintptr_t>(part.row) & 15u)) & 15u) / 4));
   part.vectors = reinterpret_cast<const float4*>(part.row + part.head);
-  part.row_vectors = (length - part.head) / 4;
-  SamplePlan sample{};
-  if (plan.slots > 0) sample = plan_sample<kThreads>(length, args.k, part.row_vectors);
-  part.blocks = sample.rank == 0 ? 1 : max(1, min(plan.cluster, length / kPartEntriesMin));
-  const int a_block = (part.row_vectors + part.blocks - 1) / part.blocks;
-  part.vector_first = min(part.row_vectors, rank * a_block);
-  part.vector_count = rank < part.blocks ? min(a_block, part.row_vectors - part.vector_first) : 0;
-  if ((threadIdx.x & 31) == 0) {
+  part.row_vectors = (part.length - part.head) / 4;
+  part.strand = (part.row_vectors + kStrands - 1) / kStrands;
+  part.guesses = plan.slots > 0 && part.row_vectors >= kThreads && args.k < part.length;
+  part.blocks = part.guesses ? max(1, min(plan.cluster, part.strand / kPieceVectors)) : 1;  // each has a whole first tile
+  part.tiles = tiles_of(part, rank);
+  if (threadIdx.x == 0) {
     shared.visible = visible;
     shared.part = part;
-    shared.sample = sample;
   }
 }
 
@@ -459,19 +468,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   uint64_t* lists = reinterpret_cast<uint64_t*>(&shared + 1);
   float4* ring = reinterpret_cast<float4*>(lists + plan.slots * kThreads);
   const int rank = plan.cluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
+  const bool leader = rank == 0;
   const int64_t row = blockIdx.x >> plan.cluster_log2;
 
-  if (threadIdx.x == 0) init_ring<kThreads>(shared, plan.stages);
   block_begin<kThreads>();
+  if (threadIdx.x < kSampleGroupsMax) shared.group_best[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    shared.sampled = SampleCount{};
+    shared.reaching = 0;
+  }
   __syncwarp();
-  if (plan.cluster > 1) cluster_arrive();
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (threadIdx.x / 32 == 1) plan_part<kThreads>(args, plan, row, rank, shared);
+  if (threadIdx.x < 32) plan_part<kThreads>(args, plan, row, rank, shared);
   __syncthreads();
 
   Part part = shared.part;
-  const bool leader = rank == 0;
   if (part.length == 0) {
     if (!leader) return;
     give_padding<kThreads>(args, row, 0);
@@ -481,66 +493,83 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (rank >= part.blocks) return;
 
   uint64_t guess = 0;
-  const bool guesses = shared.sample.rank != 0;
+  uint32_t count = 0;     // of the pool's keys
+  uint32_t reaching = 0;  // those that reach the guess
+  bool guesses = part.guesses;
   if (guesses) {
-    guess = guess_threshold<kThreads>(
-        shared, part,
-        [&] {
-          if (threadIdx.x == 0) request_tiles<kThreads>(shared, ring, part, plan.stages, 0, plan.early);
-          __syncwarp();
-        },
-        [&](uint64_t best) {
-          // Only now the rest of the ring: behind all of its bytes the sample would wait for microseconds.
-          asm volatile("" ::"l"(best) : "memory");  // the loads are back
-          if (threadIdx.x == 0) request_tiles<kThreads>(shared, ring, part, plan.stages, plan.early, plan.stages);
-          __syncwarp();
-        });
-    if (part.blocks > 1) cluster_wait();
-    const uint32_t list = static_cast<uint32_t>(lists - select_keys()) + threadIdx.x;
+    Stream<kThreads> stream(part, rank, ring);
+    stream.begin(plan.stages);
+    if (threadIdx.x / 32 == kThreads / 32 - 1) {
+      const SamplePlan sample = plan_sample<kThreads>(part.length, args.k, part.strand);
+      if (threadIdx.x == kThreads - 1) shared.sample = sample;
+    }
+    __syncthreads();
+    guesses = shared.sample.rank != 0;
+    if (guesses) {
+      guess = guess_threshold<kThreads>(shared, part, stream, plan.stages);
+      const uint32_t list = static_cast<uint32_t>(lists - select_keys()) + threadIdx.x;
 #pragma unroll 1
-    for (bool again = false;;) {
-      read_part<kThreads>(shared, ring, list, Pool(plan.capacity), part, plan.stages, plan.slots, guess, leader);
-      if (part.blocks > 1 && !again) {
+      for (;;) {
+        if (threadIdx.x == 0) shared.guess = guess;
+        read_part<kThreads>(part, stream, list, plan, guess, leader);
         __syncwarp();
-        cluster_arrive();
-        if (!leader) return;  // nobody looks into this block's memory
-        cluster_wait();
-      } else {
+        if (part.blocks > 1) {
+          cluster_arrive();
+          cluster_wait();
+          if (leader) fetch_pools<kThreads>(shared, part.blocks, plan);
+          __syncwarp();
+          cluster_arrive_only();
+          if (!leader) {
+            cluster_wait();
+            return;
+          }
+          __syncthreads();
+          guess = shared.highest_guess;
+          count = shared.total;
+          reaching = shared.reaching;
+        } else {
+          __syncthreads();
+          count = pool.count;
+          reaching = count;
+        }
+        if (count <= static_cast<uint32_t>(plan.capacity)) break;
+        // More reached the guess than there is room for. The pool is full of keys, and their k-th is a bound.
+        guess = block_kth_bound<kThreads>(share_of_run<kThreads>(plan.capacity), args.k, 0);
+        part.blocks = 1;
+        part.tiles = tiles_of(part, 0);
         __syncthreads();
+        if (threadIdx.x == 0) {
+          pool.count = 0;
+          pool.order_max = 0;
+          pool.nan_count = 0;
+          pool.absent_count = 0;
+          pool.overflows += 1;
+        }
+        __syncthreads();
+        stream = Stream<kThreads>(part, 0, ring);
+        stream.begin(plan.stages);
       }
-      if (pool.count <= static_cast<uint32_t>(plan.capacity)) break;
-      // More reached the guess than there is room for. The pool is full of keys that did, and their k-th is a bound.
-      guess = block_kth_bound<kThreads>(share_of_run<kThreads>(plan.capacity), args.k, guess);
-      again = true;
-      part.vector_first = 0;
-      part.vector_count = part.row_vectors;
+    } else {
+      asm volatile("cp.async.wait_all;" ::: "memory");
       __syncthreads();
-      if (threadIdx.x == 0) {
-        pool.count = 0;
-        pool.order_max = 0;
-        pool.nan_count = 0;
-        pool.absent_count = 0;
-        pool.overflows += 1;
-        fence_before_bulk_store();  // the ring was read by threads, and is written by copies again
-        init_ring<kThreads>(shared, plan.stages);
-        request_tiles<kThreads>(shared, ring, part, plan.stages, 0, plan.stages);
-      }
-      __syncthreads();
+      if (!leader) return;
     }
   }
   // Nobody could guess, or too few reached the guess: the leader reads the row slowly and surely.
-  const bool too_few = guesses && static_cast<int>(pool.count) < min(args.k, part.length - static_cast<int>(pool.absent_count));
+  const bool too_few = guesses && static_cast<int>(reaching) < min(args.k, part.length - static_cast<int>(pool.absent_count));
   if (!guesses || too_few) {
     read_part_slowly<kThreads>(part.row, 0, part.length, plan.capacity, args.k, 0);
     guess = pool.threshold;
+    count = pool.count;
+    reaching = count;
     if (too_few) {
       if (threadIdx.x == 0) pool.overflows += 1;
       __syncthreads();
     }
   }
   if (threadIdx.x >= kTailThreads) return;
-  give_row(args, shared.visible, row, static_cast<uint32_t>(part.length), guess, reinterpret_cast<uint4*>(ring),
-           static_cast<uint32_t>(plan.stages * kThreads * kTileVectorsAThread * 16));
+  give_row_of(args, shared.visible, row, static_cast<uint32_t>(part.length), guess, static_cast<int>(count), static_cast<int>(reaching),
+              reinterpret_cast<uint4*>(lists), static_cast<uint32_t>(plan.slots * kThreads * 8 + plan.stages * kTileBytes<kThreads>));
 }
 
 // ------------------------------------------------------------------------------------------------------------- merging
@@ -724,7 +753,7 @@ int next_power_of_two(int value) {
 
 int64_t select_topk_shared_bytes(const SelectPlan& plan) {
   return int64_t{sizeof(SelectShared)} + int64_t{plan.capacity} * 8 + int64_t{sizeof(RowShared)} + int64_t{plan.slots} * plan.threads * 8 +
-         int64_t{plan.stages} * plan.threads * kTileVectorsAThread * 16;
+         int64_t{plan.stages} * plan.threads * kStrandsAWarp * 16;
 }
 
 SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts) {
@@ -756,14 +785,14 @@ SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts
       break;
     }
   }
-  const int tile_vectors = plan.threads * kTileVectorsAThread;
-  const int64_t tile_bytes = int64_t{tile_vectors} * 16;
+  const int64_t tile_bytes = int64_t{plan.threads} * kStrandsAWarp * 16;
   plan.stages = std::clamp(1 + static_cast<int>((room - select_topk_shared_bytes(plan)) / tile_bytes), 1, kStagesMax);
-  // No more of a ring than one block's part of the longest row, and no less than a bitmap of a few thousand positions.
-  const int64_t part_vectors = (int64_t{args.length_max} / 4 + plan.cluster - 1) / plan.cluster;
-  const int needed = static_cast<int>(std::max<int64_t>(1, (part_vectors + tile_vectors - 1) / tile_vectors));
-  plan.stages = std::min(plan.stages, needed);
-  plan.early = std::min(plan.stages, tuning.early_tiles);
+  // No more of a ring than one block's part of the longest row.
+  const int64_t needed = (int64_t{args.length_max} * 4 + plan.cluster * tile_bytes - 1) / (plan.cluster * tile_bytes);
+  plan.stages = static_cast<int>(std::clamp<int64_t>(needed, 1, plan.stages));
+  // What room is left lengthens the lists: the fuller a warp's are, the fewer times it gives them away.
+  const int64_t slot_bytes = int64_t{plan.threads} * 8;
+  if (plan.slots > 0) plan.slots = std::clamp(plan.slots + static_cast<int>((room - select_topk_shared_bytes(plan)) / slot_bytes), plan.slots, tuning.slots_max);
   plan.shared_bytes = select_topk_shared_bytes(plan);
   return plan;
 }
@@ -774,13 +803,13 @@ absl::Status select_topk_cuda_planned(const SelectTopkArgs& args, const SelectPl
   if (args.rows == 0) return absl::OkStatus();
   const bool possible = (plan.threads == 512 || plan.threads == 1024) && plan.cluster >= 1 && plan.cluster <= kClusterMax &&
                         plan.cluster == 1 << plan.cluster_log2 && plan.stages >= 1 && plan.stages <= kStagesMax &&
-                        plan.capacity >= args.k + plan.threads && plan.capacity % plan.threads == 0 && plan.early >= 0 &&
-                        plan.early <= plan.stages && (plan.slots == 0 || (plan.slots >= 4 && plan.slots <= kSlotsMax)) &&
+                        plan.capacity >= args.k + plan.threads && plan.capacity % plan.threads == 0 &&
+                        (plan.slots == 0 || (plan.slots >= 4 && plan.slots <= kSlotsMax)) &&
                         (args.order == TopkOrder::kByPosition || plan.capacity >= next_power_of_two(args.k));
   if (!possible) {
     return absl::InvalidArgumentError(absl::StrCat("select_topk: impossible plan: threads ", plan.threads, ", cluster ", plan.cluster,
                                                    " = 2^", plan.cluster_log2, ", capacity ", plan.capacity, ", slots ", plan.slots,
-                                                   ", stages ", plan.stages, ", early ", plan.early, " for k = ", args.k));
+                                                   ", stages ", plan.stages, " for k = ", args.k));
   }
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(args.rows) * static_cast<unsigned>(plan.cluster));

@@ -238,10 +238,15 @@ __device__ __forceinline__ uint64_t block_kth_bound(KeyShare share, int need, ui
   return block_kth_bound_in<kThreads>(share, need, low, high - low);
 }
 
-// Finds, by one warp, the bin that holds the need-th best key: shared.crossing is that bin counted from the best, the keys
-// above it and the keys in it. Bins and coarse bins are complete, and hold at least `need` keys.
-__device__ __forceinline__ void warp_find_crossing(int need) {
-  SelectShared& shared = select_shared();
+// The bin that holds the need-th best key, counted from the best, by every warp for itself. Bins and coarse bins are complete,
+// and hold at least `need` keys.
+struct BinCrossing {
+  uint32_t bin;
+  uint32_t above;   // keys in better bins
+  uint32_t inside;  // in this one
+};
+__device__ __forceinline__ BinCrossing warp_find_crossing(int need) {
+  const SelectShared& shared = select_shared();
   const uint32_t lane = threadIdx.x & 31u;
   const uint32_t wanted = static_cast<uint32_t>(need);
   const uint2 two = reinterpret_cast<const uint2*>(shared.coarse)[lane];
@@ -254,10 +259,7 @@ __device__ __forceinline__ void warp_find_crossing(int need) {
   const uint32_t own = shared.bins[32 * coarse + lane];
   const uint32_t with_own = above + inclusive_over_warp(own);
   const int at = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, with_own >= wanted))) - 1;
-  if (static_cast<int>(lane) == at) {
-    shared.crossing = {32 * coarse + lane, with_own - own, own, 0u};
-    shared.finalist_count = 0;
-  }
+  return {32 * coarse + static_cast<uint32_t>(at), __shfl_sync(0xFFFFFFFFu, with_own - own, at), __shfl_sync(0xFFFFFFFFu, own, at)};
 }
 
 // Keeps of keys[0, count) those >= bound, in some order; shared.count becomes their number. Ends at a block barrier.

@@ -18,9 +18,8 @@ struct SelectPlan {
   int cluster = 1;  // blocks that share a row, each with its part: 1, 2, 4, 8 or 16
   int cluster_log2 = 0;
   int capacity = 0;  // rank keys that the pool holds, a multiple of threads, >= k + threads
-  int stages = 0;    // of the ring of score tiles, each two 16-byte vectors a thread
+  int stages = 0;    // of the ring of score tiles, each two 16-byte vectors a thread: 1..4
   int slots = 0;     // entries of a thread's list: 4..32, or 0: no lists, rows are read slowly
-  int early = 1;     // of the stages, asked for before the sample is back
   int64_t shared_bytes = 0;
 };
 

@@ -103,125 +103,127 @@ __device__ __forceinline__ void write_member(const SelectTopkArgs& args, const V
   }
 }
 
-// Zeroes the bitmap over a stretch of positions: 128 of them a vector.
-__device__ __forceinline__ void clear_bitmap(uint4* bitmap, uint32_t vectors, uint32_t first_thread) {
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x - first_thread; i < vectors; i += kTailThreads - first_thread) bitmap[i] = uint4{0, 0, 0, 0};
-}
-__device__ __forceinline__ void set_bit(uint4* bitmap, uint32_t bit) {
-  atomicOr(&reinterpret_cast<uint32_t*>(bitmap)[bit >> 5], 1u << (bit & 31u));
-}
+// Which positions of a stretch are members: a bit each, and for each of kMapParts parts how many, later how many lie before it.
+inline constexpr uint32_t kMapParts = 4 * kTailThreads;
+struct MemberMap {
+  uint32_t* counts;
+  uint32_t* words;
+  uint32_t vectors;    // of 128 bits
+  uint32_t part_log2;  // positions of a part; at least a word
 
-// before[i]: bits set in vectors [0, i), and `given`. The bitmap is complete; ends at a barrier. Returns given + all.
-__device__ __forceinline__ uint32_t sum_bitmap(const uint4* bitmap, uint32_t* before, uint32_t vectors, uint32_t given) {
-  const uint32_t a_thread = (vectors + kTailThreads - 1) / kTailThreads;
-  const uint32_t first = min(threadIdx.x * a_thread, vectors);
-  const uint32_t last = min(first + a_thread, vectors);
-  uint32_t mine = 0;
-#pragma unroll 4
-  for (uint32_t i = first; i < last; ++i) {
-    const uint4 bits = bitmap[i];
-    before[i] = mine;
-    mine += static_cast<uint32_t>(__popc(bits.x) + __popc(bits.y) + __popc(bits.z) + __popc(bits.w));
+  // The positions that a map of so many bytes can hold: at least 128.
+  __device__ __forceinline__ static uint32_t holds(uint32_t bytes) { return (bytes - 4 * kMapParts) / 16 * 128; }
+
+  // Of `positions` positions.
+  __device__ __forceinline__ MemberMap(uint4* memory, uint32_t positions)
+      : counts(reinterpret_cast<uint32_t*>(memory)), words(counts + kMapParts), vectors((positions + 127) / 128) {
+    part_log2 = max(5u, 32u - static_cast<uint32_t>(__clz(static_cast<int>((positions - 1) / kMapParts))));
   }
-  uint32_t total;
-  const uint32_t place = given + block_exclusive_scan<kTailThreads>(select_shared().warp_sums, mine, &total);
-#pragma unroll 4
-  for (uint32_t i = first; i < last; ++i) before[i] += place;
-  __syncthreads();
-  return given + total;
-}
+  __device__ __forceinline__ void clear() const {
+    uint4* const all = reinterpret_cast<uint4*>(counts);
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < kMapParts / 4 + vectors; i += kTailThreads) all[i] = uint4{0, 0, 0, 0};
+  }
+  __device__ __forceinline__ void add(uint32_t position) const {
+    atomicOr(&words[position / 32], 1u << (position % 32));
+    atomicAdd(&counts[position >> part_log2], 1u);
+  }
+  __device__ __forceinline__ bool has(uint32_t position) const { return (words[position / 32] >> (position % 32) & 1u) != 0; }
+  // The map is complete; `given` members lie before it. Ends at a barrier. Returns given + all.
+  __device__ __forceinline__ uint32_t sum(uint32_t given) const {
+    uint4& own = reinterpret_cast<uint4*>(counts)[threadIdx.x];
+    const uint4 four = own;
+    uint32_t total;
+    const uint32_t before =
+        given + block_exclusive_scan<kTailThreads>(select_shared().warp_sums, four.x + four.y + four.z + four.w, &total);
+    own = uint4{before, before + four.x, before + four.x + four.y, before + four.x + four.y + four.z};
+    __syncthreads();
+    return given + total;
+  }
+  // Of a member, once summed: its place among the members.
+  __device__ __forceinline__ uint32_t place_of(uint32_t position) const {
+    const uint32_t part = position >> part_log2;
+    uint32_t place = counts[part];
+#pragma unroll 1
+    for (uint32_t word = part << (part_log2 - 5); word < position / 32; ++word) place += static_cast<uint32_t>(__popc(words[word]));
+    return place + static_cast<uint32_t>(__popc(words[position / 32] & ((1u << (position % 32)) - 1u)));
+  }
+};
 
-// The place among the members of the one at `bit` of the bitmap.
-__device__ __forceinline__ uint32_t place_of_bit(const uint4* bitmap, const uint32_t* before, uint32_t bit) {
-  const uint4 bits = bitmap[bit >> 7];
-  const uint32_t word = (bit >> 5) & 3u;
-  const uint32_t below = (1u << (bit & 31u)) - 1u;
-  uint32_t place = before[bit >> 7];
-  place += static_cast<uint32_t>(__popc(bits.x & (word > 0 ? 0xFFFFFFFFu : below)));
-  place += static_cast<uint32_t>(__popc(bits.y & (word > 1 ? 0xFFFFFFFFu : word == 1 ? below : 0u)));
-  place += static_cast<uint32_t>(__popc(bits.z & (word > 2 ? 0xFFFFFFFFu : word == 2 ? below : 0u)));
-  place += static_cast<uint32_t>(__popc(bits.w & (word == 3 ? below : 0u)));
-  return place;
-}
-
-// The keys >= bound ascending by position, stretch by stretch where the bitmap is too small for the row. A barrier lies
+// The keys >= bound ascending by position, stretch by stretch where the map is too small for the row. A barrier lies
 // behind the call.
 __device__ __noinline__ inline uint32_t give_by_position(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row,
-                                                         uint32_t length, KeyShare share, uint64_t bound, uint4* bitmap,
-                                                         uint32_t bitmap_bytes) {
+                                                         uint32_t length, KeyShare share, uint64_t bound, uint4* memory,
+                                                         uint32_t memory_bytes) {
   uint32_t absent = 0;
   uint32_t given = 0;
   const uint64_t* keys = select_keys();
-  const uint32_t vectors_max = min(bitmap_bytes / 20, (length + 127) / 128);
-  uint32_t* before = reinterpret_cast<uint32_t*>(bitmap + vectors_max);
+  const uint32_t stretch = min(MemberMap::holds(memory_bytes), length);
 #pragma unroll 1
-  for (uint32_t begin = 0; begin < length; begin += vectors_max * 128) {
-    const uint32_t vectors = min(vectors_max, (length - begin + 127) / 128);
-    clear_bitmap(bitmap, vectors, 0);
+  for (uint32_t begin = 0; begin < length; begin += stretch) {
+    const MemberMap map(memory, stretch);
+    map.clear();
     __syncthreads();
 #pragma unroll 1
     for (uint32_t i = share.first; i < share.end; i += share.step) {
       const uint64_t key = keys[i];
-      const uint32_t bit = position_of_key(key) - begin;  // wraps past every bitmap where it lies before
-      if (key >= bound && bit < vectors * 128) set_bit(bitmap, bit);
+      const uint32_t at = position_of_key(key) - begin;  // wraps past every stretch where it lies before
+      if (key >= bound && at < stretch) map.add(at);
     }
     __syncthreads();
-    given = sum_bitmap(bitmap, before, vectors, given);
+    given = map.sum(given);
 #pragma unroll 1
     for (uint32_t i = share.first; i < share.end; i += share.step) {
       const uint64_t key = keys[i];
       const uint32_t entry = position_of_key(key);
-      const uint32_t bit = entry - begin;
-      if (key < bound || bit >= vectors * 128) continue;
-      write_member(args, visible, row, place_of_bit(bitmap, before, bit), entry, score_of_key(key), &absent);
+      if (key < bound || entry - begin >= stretch) continue;
+      write_member(args, visible, row, map.place_of(entry - begin), entry, score_of_key(key), &absent);
     }
     __syncthreads();
   }
   return absent;
 }
 
-// The k best ascending by position, where one bitmap covers the row: the k-th is found and the members are marked on the
-// way. More than k keys, none below `low`. A barrier lies behind the call. False where the bin of the k-th holds too many
+// The k best ascending by position, where one map covers the row: the k-th is found and the members are marked on the
+// way. More than k of the keys reach `low`. A barrier lies behind the call. False where the bin of the k-th holds too many
 // keys: nothing is given then, and the bins are zero. Loops are kept small: each runs a few times, and code that comes new
 // costs more than what it does.
 __device__ __forceinline__ bool give_at_once(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length, int count,
-                                             uint64_t low, uint4* bitmap, uint32_t* absent) {
+                                             uint64_t low, uint4* memory, uint32_t* absent) {
   SelectShared& shared = select_shared();
   const uint64_t* keys = select_keys();
-  const uint32_t vectors = (length + 127) / 128;
-  uint32_t* before = reinterpret_cast<uint32_t*>(bitmap + vectors);
+  const MemberMap map(memory, length);
   const uint64_t range = ((static_cast<uint64_t>(shared.order_max) << 32) | 0xFFFFFFFFu) - low;
   const int shift = max(0, 64 - kSelectBinBits - __clzll(static_cast<long long>(range)));
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kTailThreads) {
-    const int bin = kSelectBins - 1 - static_cast<int>((keys[i] - low) >> shift);  // best first
+    const uint64_t offset = keys[i] - low;
+    if (offset > range) continue;  // below
+    const int bin = kSelectBins - 1 - static_cast<int>(offset >> shift);  // best first
     atomicAdd(&shared.bins[bin], 1u);
     atomicAdd(&shared.coarse[bin / 32], 1u);
   }
+  if (threadIdx.x == 0) shared.finalist_count = 0;
+  map.clear();
   __syncthreads();
-  if (threadIdx.x < 32) {
-    warp_find_crossing(args.k);
-  } else {
-    clear_bitmap(bitmap, vectors, 32);
-  }
-  __syncthreads();
-  const int need = args.k - static_cast<int>(shared.crossing.y);  // of the keys in the crossing bin
-  const int inside = static_cast<int>(shared.crossing.z);
+  const BinCrossing crossing = warp_find_crossing(args.k);
+  const int need = args.k - static_cast<int>(crossing.above);  // of the keys in the crossing bin
+  const int inside = static_cast<int>(crossing.inside);
   const bool whole = need == inside;
   if (!whole && inside > kSelectFinalists) {
+    __syncthreads();  // everybody has read the bins
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < kSelectBins; i += kTailThreads) shared.bins[i] = 0;
     __syncthreads();
     return false;
   }
-  const uint64_t bin_low = low + (static_cast<uint64_t>(kSelectBins - 1 - static_cast<int>(shared.crossing.x)) << shift);
+  const uint64_t bin_low = low + (static_cast<uint64_t>(kSelectBins - 1 - static_cast<int>(crossing.bin)) << shift);
   const uint64_t bin_last = bin_low + ((uint64_t{1} << shift) - 1);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kTailThreads) {
     const uint64_t key = keys[i];
     if (key > bin_last || (whole && key >= bin_low)) {
-      set_bit(bitmap, position_of_key(key));
+      map.add(position_of_key(key));
     } else if (key >= bin_low) {
       shared.finalists[atomicAdd(&shared.finalist_count, 1u)] = key;
     }
@@ -231,19 +233,18 @@ __device__ __forceinline__ bool give_at_once(const SelectTopkArgs& args, const V
     if (threadIdx.x < 32) {
       const uint64_t bound = kth_finalist(static_cast<uint32_t>(inside), need);
       if (static_cast<int>(threadIdx.x) < inside && shared.finalists[threadIdx.x] >= bound) {
-        set_bit(bitmap, position_of_key(shared.finalists[threadIdx.x]));
+        map.add(position_of_key(shared.finalists[threadIdx.x]));
       }
     }
     __syncthreads();
   }
-  sum_bitmap(bitmap, before, vectors, 0);
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(bitmap);
+  map.sum(0);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kTailThreads) {
     const uint64_t key = keys[i];
     const uint32_t entry = position_of_key(key);
-    if (key < bin_low || (words[entry >> 5] >> (entry & 31u) & 1u) == 0) continue;
-    write_member(args, visible, row, place_of_bit(bitmap, before, entry), entry, score_of_key(key), absent);
+    if (key < bin_low || !map.has(entry)) continue;
+    write_member(args, visible, row, map.place_of(entry), entry, score_of_key(key), absent);
   }
   return true;
 }
@@ -284,13 +285,13 @@ __device__ __forceinline__ void report_absent_slots(const SelectTopkArgs& args, 
   }
 }
 
-// A complete pool of keys >= low, all that the answer can need, becomes the row's answer: by the leader's first
-// kTailThreads threads, all others of the block having ended. `bitmap` is shared memory that nobody uses any more.
-__device__ __forceinline__ void give_row(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length, uint64_t low,
-                                         uint4* bitmap, uint32_t bitmap_bytes) {
+// A complete pool, of which the `reaching` keys >= low are all that the answer can need, becomes the row's answer: by the
+// leader's first kTailThreads threads, all others of the block having ended. `memory` is shared memory that nobody uses any
+// more, more than 4 x kMapParts bytes.
+__device__ __forceinline__ void give_row_of(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length,
+                                            uint64_t low, int count, int reaching, uint4* memory, uint32_t memory_bytes) {
   const SelectShared& pool = select_shared();
-  const int count = static_cast<int>(pool.count);
-  const int members = min(args.k, count);
+  const int members = min(args.k, reaching);
   if (threadIdx.x == 0) {
     const uint32_t status =
         visible.status | (pool.nan_count != 0 ? kStatusNanScore : 0u) | (pool.absent_count != 0 ? kStatusAbsentPage : 0u);
@@ -300,16 +301,23 @@ __device__ __forceinline__ void give_row(const SelectTopkArgs& args, const Visib
     report_count(args.report, &OpReport::fallbacks, pool.overflows);
   }
   uint32_t absent = 0;
-  const bool fits = args.order == TopkOrder::kByPosition && members < count && (length + 127) / 128 * 20 <= bitmap_bytes;
-  if (!fits || !give_at_once(args, visible, row, length, count, low, bitmap, &absent)) {
+  const bool fits = args.order == TopkOrder::kByPosition && members < reaching && length <= MemberMap::holds(memory_bytes);
+  if (!fits || !give_at_once(args, visible, row, length, count, low, memory, &absent)) {
     const KeyShare share = share_of_run<kTailThreads>(count);
-    const uint64_t bound = members < count ? block_kth_bound<kTailThreads>(share, args.k, low) : 1;
+    const uint64_t bound = members < reaching ? block_kth_bound<kTailThreads>(share, args.k, low) : max(low, uint64_t{1});
     __syncthreads();
-    absent = args.order == TopkOrder::kByPosition ? give_by_position(args, visible, row, length, share, bound, bitmap, bitmap_bytes)
+    absent = args.order == TopkOrder::kByPosition ? give_by_position(args, visible, row, length, share, bound, memory, memory_bytes)
                                                   : give_by_rank(args, visible, row, count, members, bound);
   }
   give_padding<kTailThreads>(args, row, members);
   report_absent_slots(args, absent);
+}
+
+// The same of a pool of which every key reaches `low`.
+__device__ __forceinline__ void give_row(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length, uint64_t low,
+                                         uint4* memory, uint32_t memory_bytes) {
+  const int count = static_cast<int>(select_shared().count);
+  give_row_of(args, visible, row, length, low, count, count, memory, memory_bytes);
 }
 
 }  // namespace needle

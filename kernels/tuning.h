@@ -59,16 +59,16 @@ struct SelectTuning {
   int part_entries_min;         // a part of a row is at least so long
   int capacity_min;             // rank keys that the pool holds at least
   int shared_capacity_min;      // the same where blocks share a multiprocessor
-  int slots;                    // entries that a thread's list holds: 4 or more
-  int early_tiles;              // of a part, asked for before the sample is back
+  int slots;                    // entries that a thread's list holds at least: 4 or more
+  int slots_max;                // and at most
   int shared_rows_k_max;        // above this k a block takes the whole multiprocessor, so that its buffer fits
   int64_t shared_bytes_of_two;  // dynamic shared memory with which two blocks share a multiprocessor
 };
 
 inline constexpr SelectTuning kSelectTuning[] = {
-    {9, 16, 4, 4096, 4096, 3072, 6, 1, 1024, 113 * 1024},   // H200
-    {10, 16, 4, 4096, 4096, 3072, 6, 1, 1024, 113 * 1024},  // by analogy with 9.0
-    {12, 8, 0, 4096, 3072, 3072, 4, 1, 1024, 99 * 1024},    // by analogy; 99 KB a block, which stays alone
+    {9, 16, 4, 4096, 4096, 3072, 6, 12, 1024, 113 * 1024},   // H200
+    {10, 16, 4, 4096, 4096, 3072, 6, 12, 1024, 113 * 1024},  // by analogy with 9.0
+    {12, 8, 0, 4096, 3072, 3072, 4, 12, 1024, 99 * 1024},    // by analogy; 99 KB a block, which stays alone
 };
 
 inline constexpr const SelectTuning& select_tuning(int major) {

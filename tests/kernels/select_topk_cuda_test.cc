@@ -130,7 +130,7 @@ SelectTwin twin_of(const std::string& name, const Select& select) {
 }
 
 // A plan for any arguments with the given shape, and the least capacity that k allows.
-Select planned(int threads, int cluster, int stages, int slots, int early, int capacity_wanted) {
+Select planned(int threads, int cluster, int stages, int slots, int capacity_wanted) {
   return [=](const SelectTopkArgs& args) {
     int capacity = std::max(capacity_wanted, args.k + threads);
     if (args.order == TopkOrder::kByRank) {
@@ -140,7 +140,7 @@ Select planned(int threads, int cluster, int stages, int slots, int early, int c
     }
     int log2 = 0;
     while (1 << log2 < cluster) ++log2;
-    SelectPlan plan{threads, cluster, log2, (capacity + threads - 1) / threads * threads, stages, slots, early, 0};
+    SelectPlan plan{threads, cluster, log2, (capacity + threads - 1) / threads * threads, stages, slots, 0};
     plan.shared_bytes = select_topk_shared_bytes(plan);
     return select_topk_cuda_planned(args, plan, nullptr);
   };
@@ -156,12 +156,12 @@ std::vector<SelectTwin> cuda_twins() {
   return {
       twin_by_maxima(),
       twin_of("cuda", [](const SelectTopkArgs& args) { return select_topk_cuda(args, nullptr, 0, nullptr); }),
-      twin_of("cuda_one_block_of_1024", planned(1024, 1, 3, 6, 1, 4096)),
-      twin_of("cuda_smallest_buffers", planned(512, 1, 1, 4, 1, 0)),
-      twin_of("cuda_without_lists", planned(1024, 1, 1, 0, 1, 4096)),
-      twin_of("cuda_cluster_of_2", planned(1024, 2, 3, 6, 0, 4096)),
-      twin_of("cuda_cluster_of_8", planned(1024, 8, 3, 5, 3, 4096)),
-      twin_of("cuda_cluster_of_16_small", planned(512, 16, 2, 4, 1, 0)),
+      twin_of("cuda_one_block_of_1024", planned(1024, 1, 3, 6, 4096)),
+      twin_of("cuda_smallest_buffers", planned(512, 1, 1, 4, 0)),
+      twin_of("cuda_without_lists", planned(1024, 1, 1, 0, 4096)),
+      twin_of("cuda_cluster_of_2", planned(1024, 2, 3, 6, 4096)),
+      twin_of("cuda_cluster_of_8", planned(1024, 8, 2, 5, 4096)),
+      twin_of("cuda_cluster_of_16_small", planned(512, 16, 4, 4, 0)),
   };
 }
 
@@ -240,9 +240,9 @@ TEST(SelectTopkCudaPlan, refuses_an_impossible_plan_before_any_launch) {
   args.counts = &cell;
   args.out_stride = 1;
   for (const SelectPlan& plan :
-       {SelectPlan{256, 1, 0, 4096, 1, 4, 1, 0}, SelectPlan{512, 3, 1, 4096, 1, 4, 1, 0}, SelectPlan{512, 32, 5, 4096, 1, 4, 1, 0},
-        SelectPlan{512, 1, 0, 512, 1, 4, 1, 0}, SelectPlan{512, 1, 0, 4096, 0, 4, 0, 0}, SelectPlan{512, 1, 0, 4097, 1, 4, 1, 0},
-        SelectPlan{512, 1, 0, 4096, 1, 3, 1, 0}, SelectPlan{512, 1, 0, 4096, 1, 4, 2, 0}}) {
+       {SelectPlan{256, 1, 0, 4096, 1, 4, 0}, SelectPlan{512, 3, 1, 4096, 1, 4, 0}, SelectPlan{512, 32, 5, 4096, 1, 4, 0},
+        SelectPlan{512, 1, 0, 512, 1, 4, 0}, SelectPlan{512, 1, 0, 4096, 0, 4, 0}, SelectPlan{512, 1, 0, 4097, 1, 4, 0},
+        SelectPlan{512, 1, 0, 4096, 1, 3, 0}, SelectPlan{512, 1, 0, 4096, 5, 4, 0}}) {
     EXPECT_EQ(select_topk_cuda_planned(args, plan, nullptr).code(), absl::StatusCode::kInvalidArgument);
   }
 }
