@@ -1,11 +1,13 @@
 // select_topk on the GPU: one read of the scores.
 //
-// A row is read once, by one block or by a cluster of blocks that take turns. It is cut into strands, two for each warp, that
-// are read side by side: a tile is the next 512 bytes of each. So the first tile is a sample of the whole row, and gives a
-// rank key that about 2 to 3 k entries reach: the *guess*. Tiles arrive by asynchronous copies, each thread's own in a ring
-// of its own; each thread keeps what reaches the guess in a short list, without votes or atomics, and a warp gives its lists
-// to the block's pool when one of them is nearly full and at the end. The leading block fetches the others' pools, finds the
-// exact k-th and puts the members in order by a bitmap over positions. docs/kernels-performance.md has the figures.
+// A row is read once, by one block or by a cluster of blocks that take turns. Its sample is a tile of 512 bytes from each of
+// 32 or 64 strands of the row, and gives a rank key that about 2 to 3 k entries reach: the *guess*. Where the ring holds
+// all that a block reads, its tiles are the strands' pieces one after the other, so that the sample is the first of them;
+// longer rows are read from front to back behind their sample, as memory likes it. Tiles arrive by asynchronous copies, each
+// thread's own in a ring of its own; each thread keeps what reaches the guess in a short list, without votes or atomics, and a
+// warp gives its lists to the block's pool when one of them is nearly full and at the end. Blocks hand their pools to the
+// leading one, which finds the exact k-th and puts the members in order by a bitmap over positions.
+// docs/kernels-performance.md has the figures.
 //
 // What must stay true:
 //  1. A guess is checked, and each block of a cluster has its own: what counts is what reaches the highest. Where more reached
@@ -16,8 +18,8 @@
 //  3. Aligned 16-byte parts are copied; the up to three scores before and after them are read by threads. Nothing past a
 //     row's length is read.
 //  4. A thread reads of the ring what it copied there itself: no barrier stands between a copy and its use.
-//  5. Another block's shared memory is read between two cluster barriers: the first says that every pool is complete, the
-//     second that the leader has it.
+//  5. Another block's shared memory is written between two cluster barriers only: the first says that the leader has begun and
+//     that its pool is zero, the second that it is complete. A key of 0 in a pool is none.
 //  6. An instruction that all 32 warps run costs a multiprocessor eight cycles: what few can do is done by few.
 #include <algorithm>
 
@@ -47,7 +49,9 @@ constexpr int kRankThreads = 1 << kRankThreadsLog2;  // who rank the groups
 constexpr float kSampleSigmas = 4.5f;  // of the group count that may lie below the guess: about 1 row in 1e5 reruns
 
 template <int kThreads>
-inline constexpr int kTileBytes = kThreads * kStrandsAWarp * 16;
+inline constexpr int kTileVectors = kThreads * kStrandsAWarp;
+template <int kThreads>
+inline constexpr int kTileBytes = 16 * kTileVectors<kThreads>;
 
 // What the guess is made of: of each thread's first scores of the first tile (1, 2, 4 or 8 of them) the best, of 64 or 128
 // groups of threads the best, of those the rank-th smallest. rank 0: no useful guess, take everything.
@@ -71,30 +75,32 @@ struct Part {
   int head;  // scores before the first aligned one
   int length;
   int row_vectors;
-  int strand;    // vectors of a strand; the last ones may have fewer or none
-  int blocks;    // of the cluster that have a part
-  int tiles;     // of this block
-  bool guesses;  // long enough for a guess
+  int strand;       // vectors of a strand; the last ones may have fewer or none
+  int blocks;       // of the cluster that have a part
+  int tiles;        // of this block
+  bool by_strands;  // all of them are in the ring at once
+  bool guesses;     // long enough for a guess
 };
-
-__device__ __forceinline__ int tiles_of(const Part& part, int rank) {
-  const int step = part.blocks * kPieceVectors;
-  return (part.strand - rank * kPieceVectors + step - 1) / step;
-}
+// What a block of the cluster leaves to the leader beside keys.
+struct PoolFacts {
+  uint64_t guess;
+  uint32_t count;  // of keys, be it more than there was room for
+  uint32_t order_max;
+  uint32_t nans;
+  uint32_t absents;
+};
 
 // Behind the pool; the threads' lists and the ring follow.
 struct alignas(16) RowShared {
   uint32_t group_best[kSampleGroupsMax];  // as order bits
-  uint64_t guess;
-  uint64_t highest_guess;  // of the cluster
+  PoolFacts pools[kClusterMax];           // of the cluster's blocks
   VisibleRow visible;
   Part part;
   SamplePlan sample;
   SampleCount sampled;
   uint32_t guess_order;
   uint32_t guess_ties;  // groups whose best is the guess's score
-  uint32_t total;       // keys of all pools
-  uint32_t reaching;    // those that reach the highest guess
+  uint32_t reaching;    // keys of a cluster's pools that reach the highest guess
 };
 
 __device__ __forceinline__ RowShared& row_shared(int capacity) { return *reinterpret_cast<RowShared*>(select_keys() + capacity); }
@@ -107,18 +113,10 @@ __device__ __forceinline__ uint32_t address_in_block(const void* pointer, uint32
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
   return address;
 }
-__device__ __forceinline__ uint32_t load_in_block(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-__device__ __forceinline__ uint64_t load_key_in_block(uint32_t address) {
-  uint64_t value;
-  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
-  return value;
+__device__ __forceinline__ void store_in_block(uint32_t address, uint64_t value) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
 }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_arrive_only() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;
@@ -127,6 +125,8 @@ __device__ __forceinline__ uint32_t rank_in_cluster() {
 }
 
 // ------------------------------------------------------------------------------------------------- a thread's stream
+
+__device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 __device__ __forceinline__ void copy_vector(uint32_t to_shared, const float4* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from) : "memory");
@@ -144,31 +144,39 @@ __device__ __forceinline__ void wait_for_oldest(int stages) {
   }
 }
 
-// This thread's vectors of the part, a vector of two strands a tile. Warp w has strands w and warps + w.
+// This thread's vectors of the part, two a tile.
 template <int kThreads>
 struct Stream {
-  const float4* next;    // to be asked for, of the first strand
-  int64_t second;        // from there to the second strand's
-  int left[2];           // vectors of the strands from this thread's of the current tile on: none where <= 0
+  const float4* next;    // to be asked for, the first of two
+  int64_t second;        // from there to the other
+  int left[2];           // vectors from this thread's of the current tile to the end of their strand or of the row
   uint32_t position[2];  // of the current tile's vectors
-  int step;              // vectors from a tile's piece to the next tile's
-  int tiles;
-  uint32_t ring;  // this thread's first place
+  int step;              // vectors to the next tile's
+  uint32_t ring;         // this thread's first place
 
-  __device__ __forceinline__ Stream(const Part& part, int rank, const float4* ring_begin) {
+  // Tile by tile from front to back, or by strands: warp w has strands w and warps + w.
+  __device__ __forceinline__ Stream(const Part& part, int rank, const float4* ring_begin, bool by_strands) {
     constexpr int kWarps = kThreads / 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int in_piece = static_cast<int>(threadIdx.x) % 32 + rank * kPieceVectors;
-    const int first = warp * part.strand + in_piece;
-    second = kWarps * part.strand;
-    next = part.vectors + first;
-    left[0] = min(part.strand, part.row_vectors - warp * part.strand) - in_piece;
-    left[1] = min(part.strand, part.row_vectors - (kWarps + warp) * part.strand) - in_piece;
-    position[0] = static_cast<uint32_t>(part.head + 4 * first);
-    position[1] = position[0] + 4 * kWarps * static_cast<uint32_t>(part.strand);
-    step = part.blocks * kPieceVectors;
-    tiles = part.tiles;
     ring = shared_address(ring_begin + threadIdx.x);
+    int first;
+    if (by_strands) {
+      const int warp = static_cast<int>(threadIdx.x) / 32;
+      const int in_strand = static_cast<int>(threadIdx.x & 31u) + rank * kPieceVectors;
+      first = warp * part.strand + in_strand;
+      second = kWarps * part.strand;
+      left[0] = min(part.strand, part.row_vectors - warp * part.strand) - in_strand;
+      left[1] = min(part.strand, part.row_vectors - (kWarps + warp) * part.strand) - in_strand;
+      step = part.blocks * kPieceVectors;
+    } else {
+      first = rank * kTileVectors<kThreads> + static_cast<int>(threadIdx.x);
+      second = kThreads;
+      left[0] = part.row_vectors - first;
+      left[1] = left[0] - kThreads;
+      step = part.blocks * kTileVectors<kThreads>;
+    }
+    next = part.vectors + first;
+    position[0] = static_cast<uint32_t>(part.head + 4 * first);
+    position[1] = position[0] + 4 * static_cast<uint32_t>(second);
   }
   // Asks for the tile that lies `ahead` vectors of a strand behind the current one. One group of copies, be it empty.
   __device__ __forceinline__ void ask(int stage, int ahead) {
@@ -178,9 +186,10 @@ struct Stream {
     asm volatile("cp.async.commit_group;" ::: "memory");
     next += step;
   }
-  __device__ __forceinline__ void begin(int stages) {
+  // Asks for the first tiles, one for each of the stages [first, end).
+  __device__ __forceinline__ void begin(int first, int end) {
 #pragma unroll 1
-    for (int stage = 0; stage < stages; ++stage) ask(stage, stage * step);
+    for (int stage = first; stage < end; ++stage) ask(stage, (stage - first) * step);
   }
 };
 
@@ -218,15 +227,15 @@ __device__ __forceinline__ SamplePlan plan_sample(int length, int k, int strand)
 // groups agree on the guess's score, the tile tells what share of its equals is wanted; spread evenly over the row, that share
 // lies before a position. Two block barriers, or three.
 template <int kThreads>
-__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const Stream<kThreads>& stream, int stages) {
+__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const Stream<kThreads>& sample, int stages) {
   const SamplePlan plan = shared.sample;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const float none = __uint_as_float(kAbsentScoreBits);
   wait_for_oldest(stages);
-  float4 first = load_shared_vector(stream.ring);
-  float4 second = load_shared_vector(stream.ring + kThreads * 16);
-  if (stream.left[0] <= 0) first = float4{none, none, none, none};
-  if (stream.left[1] <= 0) second = float4{none, none, none, none};
+  float4 first = load_shared_vector(sample.ring);
+  float4 second = load_shared_vector(sample.ring + kThreads * 16);
+  if (sample.left[0] <= 0) first = float4{none, none, none, none};
+  if (sample.left[1] <= 0) second = float4{none, none, none, none};
   float best = first.x;  // fmaxf() ignores NaN
   if (plan.values >= 2) best = fmaxf(best, first.y);
   if (plan.values >= 4) best = fmaxf(best, fmaxf(first.z, first.w));
@@ -246,18 +255,24 @@ __device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Par
     const int sharer = static_cast<int>(threadIdx.x) & ((1 << sharers_log2) - 1);
     const int group = static_cast<int>(threadIdx.x) >> sharers_log2;
     const uint32_t own = shared.group_best[group];
+    const uint4* const bests = reinterpret_cast<const uint4*>(shared.group_best);
     uint32_t counted = 0;  // smaller ones, and 65,536 for each equal one
+    const auto count = [&](uint32_t there) { counted += there < own ? 1u : there == own ? 65536u : 0u; };
 #pragma unroll 4
-    for (int other = sharer; other < 1 << plan.groups_log2; other += 1 << sharers_log2) {
-      const uint32_t there = shared.group_best[other];
-      counted += there < own || (there == own && other < group) ? 1u : 0u;
-      counted += there == own ? 65536u : 0u;
+    for (int other = sharer; other < (1 << plan.groups_log2) / 4; other += 1 << sharers_log2) {
+      const uint4 four = bests[other];
+      count(four.x);
+      count(four.y);
+      count(four.z);
+      count(four.w);
     }
     counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 1);
     if (sharers_log2 == 2) counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 2);
-    if (sharer == 0 && static_cast<int>(counted % 65536u) == plan.rank - 1) {
+    const int smaller = static_cast<int>(counted % 65536u);
+    const int equal = static_cast<int>(counted / 65536u);
+    if (sharer == 0 && smaller < plan.rank && plan.rank <= smaller + equal) {  // equal ones say the same
       shared.guess_order = own;
-      shared.guess_ties = counted / 65536u;
+      shared.guess_ties = static_cast<uint32_t>(equal);
     }
   }
   __syncthreads();
@@ -275,7 +290,7 @@ __device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Par
     }
     above = __reduce_add_sync(0xFFFFFFFFu, above);
     equal = __reduce_add_sync(0xFFFFFFFFu, equal);
-    const uint32_t all = __reduce_add_sync(0xFFFFFFFFu, (stream.left[0] > 0 ? 4u : 0u) + (stream.left[1] > 0 ? 4u : 0u));
+    const uint32_t all = __reduce_add_sync(0xFFFFFFFFu, (sample.left[0] > 0 ? 4u : 0u) + (sample.left[1] > 0 ? 4u : 0u));
     if (lane == 0) {
       atomicAdd(&shared.sampled.above, above);
       atomicAdd(&shared.sampled.equal, equal);
@@ -292,13 +307,9 @@ __device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Par
 
 // ------------------------------------------------------------------------------------------------------- reading a part
 
-// A warp's lists, `held` positions and scores a thread from key `first` of shared memory on, go to the pool as keys,
-// without those below the threshold after all and without absent ones. What the pool has no room for is counted and not
-// written. Called by whole warps.
+// A thread's list without the entries that are no numbers, or absent, or below the threshold after all. Returns how many stay.
 template <int kThreads>
-__device__ __noinline__ void give_lists(uint32_t first, uint32_t held, uint64_t threshold, uint32_t capacity) {
-  uint64_t* const list = select_keys() + first;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+__device__ __noinline__ uint32_t sift_list(uint64_t* list, uint32_t held, uint64_t threshold) {
   Oddities found;
   uint32_t own = 0;
 #pragma unroll 1
@@ -306,32 +317,51 @@ __device__ __noinline__ void give_lists(uint32_t first, uint32_t held, uint64_t 
     const uint64_t pair = list[i * kThreads];
     uint64_t key;
     if (takes(true, __uint_as_float(static_cast<uint32_t>(pair >> 32)), static_cast<uint32_t>(pair), threshold, &key, &found)) {
-      list[own * kThreads] = key;
+      list[own * kThreads] = pair;
       own += 1;
     }
   }
   __syncwarp();
   found.note();
-  const uint32_t up_to = inclusive_over_warp(own);
-  uint32_t place = 0;
-  if (lane == 31 && up_to != 0) place = add_shared(&select_shared().count, up_to);
-  place = __shfl_sync(0xFFFFFFFFu, place, 31) + up_to - own;
+  return own;
+}
+
+// A warp's lists, `held` positions and scores a thread from key `first` of shared memory on, go to the pool as keys. What the
+// pool has no room for is counted and not written. Called by whole warps.
+template <int kThreads>
+__device__ __noinline__ void give_lists(uint32_t first, uint32_t held, uint64_t threshold, uint32_t capacity) {
+  uint64_t* const list = select_keys() + first;
+  bool odd = static_cast<uint32_t>(threshold) != 0;  // positions decide
 #pragma unroll 1
-  for (uint32_t i = 0; i < own; ++i) {
-    if (place + i < capacity) select_keys()[place + i] = list[i * kThreads];
+  for (uint32_t i = 0; i < held; ++i) {
+    const float score = reinterpret_cast<const float2*>(&list[i * kThreads])->y;
+    odd = odd || score != score;
+  }
+  if (__any_sync(0xFFFFFFFFu, odd)) held = sift_list<kThreads>(list, held, threshold);
+  const uint32_t up_to = inclusive_over_warp(held);
+  uint32_t place = 0;
+  if ((threadIdx.x & 31u) == 31 && up_to != 0) place = add_shared(&select_shared().count, up_to);
+  place = __shfl_sync(0xFFFFFFFFu, place, 31) + up_to - held;
+  uint32_t order_max = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < held; ++i) {
+    const uint2 pair = *reinterpret_cast<const uint2*>(&list[i * kThreads]);
+    const uint64_t key = rank_key_of(__uint_as_float(pair.y), pair.x);
+    order_max = max(order_max, order_bits_of_key(key));
+    if (place + i < capacity) select_keys()[place + i] = key;
   }
   __syncwarp();
+  note_order_max(order_max);
 }
 
 // Reads the part once, what reaches the threshold into the block's pool. Each thread keeps the scores that may reach it, with
 // their positions, in a list of its own: no counter to share, a few predicated instructions for four scores whatever they
-// are. The part's first tiles are on their way. A block or cluster barrier must follow.
+// are. The part's first tiles are on their way, the very first to `stage`. A block barrier must follow.
 template <int kThreads>
-__device__ __forceinline__ void read_part(const Part& part, Stream<kThreads>& stream, uint32_t list, const SelectPlan& plan,
-                                          uint64_t threshold, bool edges) {
+__device__ __forceinline__ void read_part(const Part& part, Stream<kThreads>& stream, int stage, uint32_t list, const SelectPlan& plan,
+                                          uint32_t capacity, uint64_t threshold, bool edges) {
   constexpr uint32_t kListStep = kThreads * 8;
   const int stages = plan.stages;
-  const uint32_t capacity = static_cast<uint32_t>(plan.capacity);
   // One comparison a score: NaN passes, to be looked at later. Scores equal to the threshold's pass up to its position,
   // later ones must be greater.
   float floor = score_of_key(threshold);
@@ -355,9 +385,8 @@ __device__ __forceinline__ void read_part(const Part& part, Stream<kThreads>& st
     const float score = valid ? part.row[position] : 0.0f;
     keep(valid && !(score < floor), score, static_cast<uint32_t>(position));
   }
-  int stage = 0;
 #pragma unroll 1
-  for (int tile = 0; tile < stream.tiles; ++tile) {
+  for (int tile = 0; tile < part.tiles; ++tile) {
     wait_for_oldest(stages);
     const uint32_t data = stream.ring + static_cast<uint32_t>(stage * kTileBytes<kThreads>);
 #pragma unroll
@@ -387,54 +416,79 @@ __device__ __forceinline__ void read_part(const Part& part, Stream<kThreads>& st
   if (__any_sync(0xFFFFFFFFu, next > list_first)) give_lists<kThreads>(list, (next - list_first) / kListStep, threshold, capacity);
 }
 
-// Fetches the pools of the cluster's other blocks into the leader's, as far as it has room, and finds what they came to.
+// A block's pool goes to its place in the leader's, with what the leader must know of it. The pool is complete.
 template <int kThreads>
-__device__ __forceinline__ void fetch_pools(RowShared& shared, int blocks, const SelectPlan& plan) {
-  constexpr int kWarps = kThreads / 32;
+__device__ __forceinline__ void hand_over(RowShared& shared, int rank, uint32_t capacity, uint64_t guess) {
+  const SelectShared& pool = select_shared();
+  const uint32_t count = pool.count;
+  const uint32_t keys = address_in_block(select_keys() + static_cast<uint32_t>(rank) * capacity, 0);
+  if (rank != 0) {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < min(count, capacity); i += kThreads) store_in_block(keys + 8 * i, select_keys()[i]);
+  }
+  if (threadIdx.x == kThreads - 1) {
+    const uint32_t facts = address_in_block(&shared.pools[rank], 0);
+    store_in_block(facts, guess);
+    store_in_block(facts + 8, static_cast<uint64_t>(pool.order_max) << 32 | count);
+    store_in_block(facts + 16, static_cast<uint64_t>(pool.absent_count) << 32 | pool.nan_count);
+  }
+}
+
+// What the leader finds in its pool, for every thread.
+struct Handed {
+  uint64_t highest_guess;
+  uint32_t reaching;  // keys that reach it
+  uint32_t held;      // keys in all
+  bool over;          // some block had more than its place holds
+  KeyShare share;     // of the first kTailThreads threads
+};
+// Two block barriers.
+template <int kThreads>
+__device__ __forceinline__ Handed see_pools(RowShared& shared, int blocks, int cluster_log2, uint32_t capacity) {
+  constexpr int kTailWarpsLog2 = 4;
+  static_assert(kTailThreads == 32 << kTailWarpsLog2, "the tail's warps share the places evenly");
   SelectShared& pool = select_shared();
-  const uint32_t capacity = static_cast<uint32_t>(plan.capacity);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x & 31u);
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const bool named = lane < blocks;
-  const uint32_t block = named ? static_cast<uint32_t>(lane) : 0;
-  const uint32_t count = named ? load_in_block(address_in_block(&pool.count, block)) : 0;
-  const uint64_t guess = named ? load_key_in_block(address_in_block(&shared.guess, block)) : 0;
-  const uint32_t high = __reduce_max_sync(0xFFFFFFFFu, static_cast<uint32_t>(guess >> 32));
-  const uint32_t low = __reduce_max_sync(0xFFFFFFFFu, static_cast<uint32_t>(guess >> 32) == high ? static_cast<uint32_t>(guess) : 0u);
-  const uint64_t highest = static_cast<uint64_t>(high) << 32 | low;
-  const uint32_t held = min(count, capacity);
-  const uint32_t up_to = inclusive_over_warp(held);
-  if (warp == 0) {
-    const uint32_t order_max = named ? load_in_block(address_in_block(&pool.order_max, block)) : 0;
-    const uint32_t nans = named ? load_in_block(address_in_block(&pool.nan_count, block)) : 0;
-    const uint32_t absents = named ? load_in_block(address_in_block(&pool.absent_count, block)) : 0;
-    const uint32_t cluster_max = __reduce_max_sync(0xFFFFFFFFu, order_max);
-    const uint32_t cluster_nans = __reduce_add_sync(0xFFFFFFFFu, nans);
-    const uint32_t cluster_absents = __reduce_add_sync(0xFFFFFFFFu, absents);
-    const bool over = __any_sync(0xFFFFFFFFu, count > capacity);
-    if (lane == 31) {
-      pool.order_max = cluster_max;
-      pool.nan_count = cluster_nans;
-      pool.absent_count = cluster_absents;
-      shared.total = over ? capacity + 1 : up_to;
-      shared.highest_guess = highest;
+  PoolFacts facts{};
+  if (lane < blocks) facts = shared.pools[lane];
+  Handed handed;
+  const uint32_t high = static_cast<uint32_t>(facts.guess >> 32);
+  const uint32_t highest = __reduce_max_sync(0xFFFFFFFFu, high);
+  const uint32_t low = __reduce_max_sync(0xFFFFFFFFu, high == highest ? static_cast<uint32_t>(facts.guess) : 0u);
+  handed.highest_guess = static_cast<uint64_t>(highest) << 32 | low;
+  const uint32_t held = min(facts.count, capacity);
+  handed.held = __reduce_add_sync(0xFFFFFFFFu, held);
+  handed.over = __any_sync(0xFFFFFFFFu, facts.count > capacity);
+  // Neighbouring warps share a block's place.
+  const int warps_log2 = kTailWarpsLog2 - cluster_log2;
+  const int source = warp >> warps_log2;
+  const uint32_t begin = static_cast<uint32_t>(source) * capacity;
+  const uint32_t theirs = __shfl_sync(0xFFFFFFFFu, held, source & 31);
+  handed.share = {begin + static_cast<uint32_t>((warp & ((1 << warps_log2) - 1)) * 32 + lane), 32u << warps_log2, begin + theirs};
+  uint32_t reaching = 0;
+  if (threadIdx.x < kTailThreads) {
+#pragma unroll 1
+    for (uint32_t i = handed.share.first; i < handed.share.end; i += handed.share.step) {
+      reaching += select_keys()[i] >= handed.highest_guess ? 1u : 0u;
+    }
+    __syncwarp();
+    reaching = __reduce_add_sync(0xFFFFFFFFu, reaching);
+    if (lane == 0 && reaching != 0) add_shared(&shared.reaching, reaching);
+  }
+  if (warp == kThreads / 32 - 1) {
+    const uint32_t order_max = __reduce_max_sync(0xFFFFFFFFu, facts.order_max);
+    const uint32_t nans = __reduce_add_sync(0xFFFFFFFFu, facts.nans);
+    const uint32_t absents = __reduce_add_sync(0xFFFFFFFFu, facts.absents);
+    if (lane == 0) {
+      pool.order_max = order_max;
+      pool.nan_count = nans;
+      pool.absent_count = absents;
     }
   }
-  // Neighbouring warps share a block's pool.
-  const int warps_a_block = kWarps >> plan.cluster_log2;
-  const int source = warp << plan.cluster_log2 >> (kThreads == 1024 ? 5 : 4);
-  const uint32_t theirs = __shfl_sync(0xFFFFFFFFu, held, source);
-  const uint32_t before = __shfl_sync(0xFFFFFFFFu, up_to, source) - theirs;
-  const uint32_t from = address_in_block(select_keys(), theirs != 0 ? static_cast<uint32_t>(source) : 0u);
-  uint32_t reaching = 0;
-#pragma unroll 2
-  for (uint32_t i = static_cast<uint32_t>((warp & (warps_a_block - 1)) * 32 + lane); i < theirs; i += static_cast<uint32_t>(warps_a_block) * 32) {
-    const uint64_t key = load_key_in_block(from + 8 * i);
-    if (source != 0 && before + i < capacity) select_keys()[before + i] = key;
-    reaching += key >= highest ? 1u : 0u;
-  }
-  reaching = __reduce_add_sync(0xFFFFFFFFu, reaching);
-  if (lane == 0 && reaching != 0) atomicAdd(&shared.reaching, reaching);
+  __syncthreads();
+  handed.reaching = shared.reaching;
+  return handed;
 }
 
 // --------------------------------------------------------------------------------------------------------- the kernel
@@ -452,8 +506,13 @@ __device__ __forceinline__ void plan_part(const SelectTopkArgs& args, const Sele
   part.row_vectors = (part.length - part.head) / 4;
   part.strand = (part.row_vectors + kStrands - 1) / kStrands;
   part.guesses = plan.slots > 0 && part.row_vectors >= kThreads && args.k < part.length;
-  part.blocks = part.guesses ? max(1, min(plan.cluster, part.strand / kPieceVectors)) : 1;  // each has a whole first tile
-  part.tiles = tiles_of(part, rank);
+  part.blocks = part.guesses ? max(1, min(plan.cluster, part.strand / kPieceVectors)) : 1;  // each has a whole sample
+  const int in_strand = part.strand - rank * kPieceVectors;
+  const int strand_step = part.blocks * kPieceVectors;
+  part.by_strands = part.strand <= plan.stages * strand_step;
+  const int in_row = part.row_vectors - rank * kTileVectors<kThreads>;
+  const int row_step = part.blocks * kTileVectors<kThreads>;
+  part.tiles = part.by_strands ? (in_strand + strand_step - 1) / strand_step : max(0, in_row + row_step - 1) / row_step;
   if (threadIdx.x == 0) {
     shared.visible = visible;
     shared.part = part;
@@ -472,12 +531,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int64_t row = blockIdx.x >> plan.cluster_log2;
 
   block_begin<kThreads>();
+  if (plan.cluster > 1 && leader) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < plan.capacity / 2; i += kThreads) reinterpret_cast<uint4*>(select_keys())[i] = uint4{0, 0, 0, 0};
+  }
   if (threadIdx.x < kSampleGroupsMax) shared.group_best[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     shared.sampled = SampleCount{};
     shared.reaching = 0;
   }
   __syncwarp();
+  if (plan.cluster > 1) cluster_arrive();
+  // While the kernel before still runs: what says where these lie is fetched, and no value kept.
+  if (threadIdx.x == 0) prefetch(args.lengths + row);
+  if (threadIdx.x == 32) prefetch(args.scores + row * args.score_stride);
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (threadIdx.x < 32) plan_part<kThreads>(args, plan, row, rank, shared);
@@ -493,12 +560,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (rank >= part.blocks) return;
 
   uint64_t guess = 0;
-  uint32_t count = 0;     // of the pool's keys
+  uint32_t extent = 0;    // keys of the pool, zeros among them
   uint32_t reaching = 0;  // those that reach the guess
+  KeyShare share{};
   bool guesses = part.guesses;
   if (guesses) {
-    Stream<kThreads> stream(part, rank, ring);
-    stream.begin(plan.stages);
+    const int stages = plan.stages;
+    Stream<kThreads> stream(part, rank, ring, true);
+    int stage = 0;  // of the stream's first tile
+    if (part.by_strands) {
+      stream.begin(0, stages);
+    } else {
+      stage = stages > 1 ? 1 : 0;
+      stream.ask(0, 0);
+    }
+    Stream<kThreads> rest(part, rank, ring, part.by_strands);
+    if (!part.by_strands) rest.begin(1, stages);
     if (threadIdx.x / 32 == kThreads / 32 - 1) {
       const SamplePlan sample = plan_sample<kThreads>(part.length, args.k, part.strand);
       if (threadIdx.x == kThreads - 1) shared.sample = sample;
@@ -506,37 +583,49 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __syncthreads();
     guesses = shared.sample.rank != 0;
     if (guesses) {
-      guess = guess_threshold<kThreads>(shared, part, stream, plan.stages);
+      guess = guess_threshold<kThreads>(shared, part, stream, stages);
+      if (part.by_strands) {
+        rest.next = stream.next;
+      } else {
+        rest.ask(0, (stages - 1) * rest.step);
+      }
       const uint32_t list = static_cast<uint32_t>(lists - select_keys()) + threadIdx.x;
+      const bool shares = part.blocks > 1;
+      uint32_t capacity = static_cast<uint32_t>(plan.capacity) >> (shares ? plan.cluster_log2 : 0);
+      bool over;
 #pragma unroll 1
       for (;;) {
-        if (threadIdx.x == 0) shared.guess = guess;
-        read_part<kThreads>(part, stream, list, plan, guess, leader);
-        __syncwarp();
+        read_part<kThreads>(part, rest, stage, list, plan, capacity, guess, leader);
+        __syncthreads();
         if (part.blocks > 1) {
-          cluster_arrive();
-          cluster_wait();
-          if (leader) fetch_pools<kThreads>(shared, part.blocks, plan);
+          cluster_wait();  // the leader has begun
+          hand_over<kThreads>(shared, rank, capacity, guess);
           __syncwarp();
-          cluster_arrive_only();
-          if (!leader) {
-            cluster_wait();
-            return;
+          cluster_arrive();
+          if (!leader) return;  // nobody looks into this block's memory
+          cluster_wait();
+          const Handed handed = see_pools<kThreads>(shared, part.blocks, plan.cluster_log2, capacity);
+          guess = handed.highest_guess;
+          extent = static_cast<uint32_t>(plan.capacity);
+          reaching = handed.reaching;
+          share = handed.share;
+          over = handed.over;
+          if (over && handed.held < static_cast<uint32_t>(args.k)) {  // too few for a bound
+            reaching = 0;
+            break;
           }
-          __syncthreads();
-          guess = shared.highest_guess;
-          count = shared.total;
-          reaching = shared.reaching;
         } else {
-          __syncthreads();
-          count = pool.count;
-          reaching = count;
+          extent = pool.count;
+          reaching = extent;
+          share = share_of_run<kTailThreads>(static_cast<int>(extent));
+          over = extent > capacity;
         }
-        if (count <= static_cast<uint32_t>(plan.capacity)) break;
-        // More reached the guess than there is room for. The pool is full of keys, and their k-th is a bound.
-        guess = block_kth_bound<kThreads>(share_of_run<kThreads>(plan.capacity), args.k, 0);
+        if (!over) break;
+        // More reached the guess than there is room for. Keys that did are in the pool, and their k-th is a bound.
+        guess = block_kth_bound<kThreads>(share_of_run<kThreads>(plan.capacity), args.k, 1);
         part.blocks = 1;
-        part.tiles = tiles_of(part, 0);
+        part.tiles = (part.row_vectors + kTileVectors<kThreads> - 1) / kTileVectors<kThreads>;
+        capacity = static_cast<uint32_t>(plan.capacity);
         __syncthreads();
         if (threadIdx.x == 0) {
           pool.count = 0;
@@ -546,8 +635,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           pool.overflows += 1;
         }
         __syncthreads();
-        stream = Stream<kThreads>(part, 0, ring);
-        stream.begin(plan.stages);
+        rest = Stream<kThreads>(part, 0, ring, false);
+        stage = 0;
+        rest.begin(0, stages);
       }
     } else {
       asm volatile("cp.async.wait_all;" ::: "memory");
@@ -560,16 +650,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (!guesses || too_few) {
     read_part_slowly<kThreads>(part.row, 0, part.length, plan.capacity, args.k, 0);
     guess = pool.threshold;
-    count = pool.count;
-    reaching = count;
+    extent = pool.count;
+    reaching = extent;
+    share = share_of_run<kTailThreads>(static_cast<int>(extent));
     if (too_few) {
       if (threadIdx.x == 0) pool.overflows += 1;
       __syncthreads();
     }
   }
   if (threadIdx.x >= kTailThreads) return;
-  give_row_of(args, shared.visible, row, static_cast<uint32_t>(part.length), guess, static_cast<int>(count), static_cast<int>(reaching),
-              reinterpret_cast<uint4*>(lists), static_cast<uint32_t>(plan.slots * kThreads * 8 + plan.stages * kTileBytes<kThreads>));
+  give_row_of(args, shared.visible, row, static_cast<uint32_t>(part.length), guess, share, static_cast<int>(extent),
+              static_cast<int>(reaching), reinterpret_cast<uint4*>(lists),
+              static_cast<uint32_t>(plan.slots * kThreads * 8 + plan.stages * kTileBytes<kThreads>));
 }
 
 // ------------------------------------------------------------------------------------------------------------- merging

@@ -188,15 +188,15 @@ __device__ __noinline__ inline uint32_t give_by_position(const SelectTopkArgs& a
 // way. More than k of the keys reach `low`. A barrier lies behind the call. False where the bin of the k-th holds too many
 // keys: nothing is given then, and the bins are zero. Loops are kept small: each runs a few times, and code that comes new
 // costs more than what it does.
-__device__ __forceinline__ bool give_at_once(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length, int count,
-                                             uint64_t low, uint4* memory, uint32_t* absent) {
+__device__ __forceinline__ bool give_at_once(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length,
+                                             KeyShare share, uint64_t low, uint4* memory, uint32_t* absent) {
   SelectShared& shared = select_shared();
   const uint64_t* keys = select_keys();
   const MemberMap map(memory, length);
   const uint64_t range = ((static_cast<uint64_t>(shared.order_max) << 32) | 0xFFFFFFFFu) - low;
   const int shift = max(0, 64 - kSelectBinBits - __clzll(static_cast<long long>(range)));
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kTailThreads) {
+  for (uint32_t i = share.first; i < share.end; i += share.step) {
     const uint64_t offset = keys[i] - low;
     if (offset > range) continue;  // below
     const int bin = kSelectBins - 1 - static_cast<int>(offset >> shift);  // best first
@@ -220,7 +220,7 @@ __device__ __forceinline__ bool give_at_once(const SelectTopkArgs& args, const V
   const uint64_t bin_low = low + (static_cast<uint64_t>(kSelectBins - 1 - static_cast<int>(crossing.bin)) << shift);
   const uint64_t bin_last = bin_low + ((uint64_t{1} << shift) - 1);
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kTailThreads) {
+  for (uint32_t i = share.first; i < share.end; i += share.step) {
     const uint64_t key = keys[i];
     if (key > bin_last || (whole && key >= bin_low)) {
       map.add(position_of_key(key));
@@ -240,7 +240,7 @@ __device__ __forceinline__ bool give_at_once(const SelectTopkArgs& args, const V
   }
   map.sum(0);
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kTailThreads) {
+  for (uint32_t i = share.first; i < share.end; i += share.step) {
     const uint64_t key = keys[i];
     const uint32_t entry = position_of_key(key);
     if (key < bin_low || !map.has(entry)) continue;
@@ -286,10 +286,11 @@ __device__ __forceinline__ void report_absent_slots(const SelectTopkArgs& args, 
 }
 
 // A complete pool, of which the `reaching` keys >= low are all that the answer can need, becomes the row's answer: by the
-// leader's first kTailThreads threads, all others of the block having ended. `memory` is shared memory that nobody uses any
-// more, more than 4 x kMapParts bytes.
+// leader's first kTailThreads threads, all others of the block having ended. The pool's first `extent` keys are given in
+// threads' shares; what lies in none of them is 0. `memory` is shared memory that nobody uses any more, more than 4 x kMapParts
+// bytes.
 __device__ __forceinline__ void give_row_of(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length,
-                                            uint64_t low, int count, int reaching, uint4* memory, uint32_t memory_bytes) {
+                                            uint64_t low, KeyShare share, int extent, int reaching, uint4* memory, uint32_t memory_bytes) {
   const SelectShared& pool = select_shared();
   const int members = min(args.k, reaching);
   if (threadIdx.x == 0) {
@@ -302,12 +303,11 @@ __device__ __forceinline__ void give_row_of(const SelectTopkArgs& args, const Vi
   }
   uint32_t absent = 0;
   const bool fits = args.order == TopkOrder::kByPosition && members < reaching && length <= MemberMap::holds(memory_bytes);
-  if (!fits || !give_at_once(args, visible, row, length, count, low, memory, &absent)) {
-    const KeyShare share = share_of_run<kTailThreads>(count);
+  if (!fits || !give_at_once(args, visible, row, length, share, low, memory, &absent)) {
     const uint64_t bound = members < reaching ? block_kth_bound<kTailThreads>(share, args.k, low) : max(low, uint64_t{1});
     __syncthreads();
     absent = args.order == TopkOrder::kByPosition ? give_by_position(args, visible, row, length, share, bound, memory, memory_bytes)
-                                                  : give_by_rank(args, visible, row, count, members, bound);
+                                                  : give_by_rank(args, visible, row, extent, members, bound);
   }
   give_padding<kTailThreads>(args, row, members);
   report_absent_slots(args, absent);
@@ -317,7 +317,7 @@ __device__ __forceinline__ void give_row_of(const SelectTopkArgs& args, const Vi
 __device__ __forceinline__ void give_row(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length, uint64_t low,
                                          uint4* memory, uint32_t memory_bytes) {
   const int count = static_cast<int>(select_shared().count);
-  give_row_of(args, visible, row, length, low, count, count, memory, memory_bytes);
+  give_row_of(args, visible, row, length, low, share_of_run<kTailThreads>(count), count, count, memory, memory_bytes);
 }
 
 }  // namespace needle
