@@ -1,13 +1,12 @@
 // select_topk on the GPU: one read of the scores.
 //
 // A row is read once, by one block or by a cluster of blocks that take turns. Its sample is a tile of 512 bytes from each of
-// 32 or 64 strands of the row, and gives a rank key that about 2 to 3 k entries reach: the *guess*. Where the ring holds
-// all that a block reads, its tiles are the strands' pieces one after the other, so that the sample is the first of them;
-// longer rows are read from front to back behind their sample, as memory likes it. Tiles arrive by asynchronous copies, each
-// thread's own in a ring of its own; each thread keeps what reaches the guess in a short list, without votes or atomics, and a
-// warp gives its lists to the block's pool when one of them is nearly full and at the end. Blocks hand their pools to the
-// leading one, which finds the exact k-th and puts the members in order by a bitmap over positions.
-// docs/kernels-performance.md has the figures.
+// 32 or 64 strands of the row, and gives a rank key that about 2 to 3 k entries reach: the *guess*. Where shared memory holds
+// all that a block reads, its tiles are the strands' pieces one after the other, so that the sample is the first of them, and
+// all are asked for at once; longer rows stream behind their sample from front to back through a ring (bulk copies). Each
+// thread keeps what reaches the guess in a short list, without votes or atomics, and a warp gives its lists to the block's pool
+// when one of them is nearly full and at the end. Blocks hand their pools to the leading one, which finds the exact k-th and
+// puts the members in order by a bitmap over positions. docs/kernels-performance.md has the figures.
 //
 // What must stay true:
 //  1. A guess is checked, and each block of a cluster has its own: what counts is what reaches the highest. Where more reached
@@ -17,7 +16,7 @@
 //  2. The answer is a function of the scores: neither guess, plan, timing nor cluster size can change it.
 //  3. Aligned 16-byte parts are copied; the up to three scores before and after them are read by threads. Nothing past a
 //     row's length is read.
-//  4. A thread reads of the ring what it copied there itself: no barrier stands between a copy and its use.
+//  4. Of strands a thread reads what it copied itself: no barrier stands between a copy and its use.
 //  5. Another block's shared memory is written between two cluster barriers only: the first says that the leader has begun and
 //     that its pool is zero, the second that it is complete. A key of 0 in a pool is none.
 //  6. An instruction that all 32 warps run costs a multiprocessor eight cycles: what few can do is done by few.
@@ -92,6 +91,8 @@ struct PoolFacts {
 
 // Behind the pool; the threads' lists and the ring follow.
 struct alignas(16) RowShared {
+  uint64_t tile_landed[kStagesMax];
+  uint64_t tile_taken[kStagesMax];
   uint32_t group_best[kSampleGroupsMax];  // as order bits
   PoolFacts pools[kClusterMax];           // of the cluster's blocks
   VisibleRow visible;
@@ -124,74 +125,100 @@ __device__ __forceinline__ uint32_t rank_in_cluster() {
   return rank;
 }
 
-// ------------------------------------------------------------------------------------------------- a thread's stream
-
-__device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+// --------------------------------------------------------------------------------------------------- tiles of the row
 
 __device__ __forceinline__ void copy_vector(uint32_t to_shared, const float4* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from) : "memory");
 }
-// Until the oldest of `stages` groups of copies has landed.
-__device__ __forceinline__ void wait_for_oldest(int stages) {
-  if (stages >= 4) {
-    asm volatile("cp.async.wait_group 3;" ::: "memory");
-  } else if (stages == 3) {
-    asm volatile("cp.async.wait_group 2;" ::: "memory");
-  } else if (stages == 2) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+// Until this thread's copies to the first stage have landed, be others under way or not.
+template <bool kAll>
+__device__ __forceinline__ void copies_landed() {
+  if constexpr (kAll) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
   }
 }
 
-// This thread's vectors of the part, two a tile.
-template <int kThreads>
-struct Stream {
-  const float4* next;    // to be asked for, the first of two
-  int64_t second;        // from there to the other
-  int left[2];           // vectors from this thread's of the current tile to the end of their strand or of the row
-  uint32_t position[2];  // of the current tile's vectors
+// Where this thread's two vectors of a tile lie in the row, tile after tile.
+struct TilePlace {
+  int left[2];           // vectors from them to the end of their strand or of the row: nothing there where <= 0
+  uint32_t position[2];  // of their first scores
   int step;              // vectors to the next tile's
-  uint32_t ring;         // this thread's first place
 
-  // Tile by tile from front to back, or by strands: warp w has strands w and warps + w.
-  __device__ __forceinline__ Stream(const Part& part, int rank, const float4* ring_begin, bool by_strands) {
-    constexpr int kWarps = kThreads / 32;
-    ring = shared_address(ring_begin + threadIdx.x);
-    int first;
-    if (by_strands) {
-      const int warp = static_cast<int>(threadIdx.x) / 32;
-      const int in_strand = static_cast<int>(threadIdx.x & 31u) + rank * kPieceVectors;
-      first = warp * part.strand + in_strand;
-      second = kWarps * part.strand;
-      left[0] = min(part.strand, part.row_vectors - warp * part.strand) - in_strand;
-      left[1] = min(part.strand, part.row_vectors - (kWarps + warp) * part.strand) - in_strand;
-      step = part.blocks * kPieceVectors;
-    } else {
-      first = rank * kTileVectors<kThreads> + static_cast<int>(threadIdx.x);
-      second = kThreads;
-      left[0] = part.row_vectors - first;
-      left[1] = left[0] - kThreads;
-      step = part.blocks * kTileVectors<kThreads>;
+  __device__ __forceinline__ void advance() {
+#pragma unroll
+    for (int v = 0; v < kStrandsAWarp; ++v) {
+      left[v] -= step;
+      position[v] += 4 * static_cast<uint32_t>(step);
     }
-    next = part.vectors + first;
-    position[0] = static_cast<uint32_t>(part.head + 4 * first);
-    position[1] = position[0] + 4 * static_cast<uint32_t>(second);
-  }
-  // Asks for the tile that lies `ahead` vectors of a strand behind the current one. One group of copies, be it empty.
-  __device__ __forceinline__ void ask(int stage, int ahead) {
-    const uint32_t to = ring + static_cast<uint32_t>(stage * kTileBytes<kThreads>);
-    if (left[0] > ahead) copy_vector(to, next);
-    if (left[1] > ahead) copy_vector(to + kThreads * 16, next + second);
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    next += step;
-  }
-  // Asks for the first tiles, one for each of the stages [first, end).
-  __device__ __forceinline__ void begin(int first, int end) {
-#pragma unroll 1
-    for (int stage = first; stage < end; ++stage) ask(stage, (stage - first) * step);
   }
 };
+// Warp w has strands w and warps + w.
+template <int kThreads>
+__device__ __forceinline__ TilePlace first_by_strands(const Part& part, int rank) {
+  constexpr int kWarps = kThreads / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int in_strand = static_cast<int>(threadIdx.x & 31u) + rank * kPieceVectors;
+  TilePlace place;
+  place.left[0] = min(part.strand, part.row_vectors - warp * part.strand) - in_strand;
+  place.left[1] = min(part.strand, part.row_vectors - (kWarps + warp) * part.strand) - in_strand;
+  place.position[0] = static_cast<uint32_t>(part.head + 4 * (warp * part.strand + in_strand));
+  place.position[1] = place.position[0] + static_cast<uint32_t>(4 * kWarps * part.strand);
+  place.step = part.blocks * kPieceVectors;
+  return place;
+}
+template <int kThreads>
+__device__ __forceinline__ TilePlace first_from_front(const Part& part, int rank) {
+  const int first = rank * kTileVectors<kThreads> + static_cast<int>(threadIdx.x);
+  TilePlace place;
+  place.left[0] = part.row_vectors - first;
+  place.left[1] = place.left[0] - kThreads;
+  place.position[0] = static_cast<uint32_t>(part.head + 4 * first);
+  place.position[1] = place.position[0] + 4 * kThreads;
+  place.step = part.blocks * kTileVectors<kThreads>;
+  return place;
+}
+
+// Asks for this thread's vectors of `tiles` tiles by strands, the first of them as a group of its own.
+template <int kThreads>
+__device__ __forceinline__ void ask_for_strands(const Part& part, TilePlace place, uint32_t ring, int tiles) {
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile, ring += kTileBytes<kThreads>) {
+    if (place.left[0] > 0) copy_vector(ring, reinterpret_cast<const float4*>(part.row + place.position[0]));
+    if (place.left[1] > 0) copy_vector(ring + kThreads * 16, reinterpret_cast<const float4*>(part.row + place.position[1]));
+    if (tile == 0) asm volatile("cp.async.commit_group;" ::: "memory");
+    place.advance();
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Tile t from the front lies in stage t + 1 of the ring, counted round: the first stage is the sample's to begin with. By one
+// thread.
+template <int kThreads>
+__device__ __forceinline__ void ask_for_tile(RowShared& shared, float4* ring, const Part& part, int rank, int tile, int stage) {
+  const int first = (tile * part.blocks + rank) * kTileVectors<kThreads>;
+  const uint32_t bytes = static_cast<uint32_t>(min(kTileVectors<kThreads>, part.row_vectors - first)) * 16u;
+  barrier_expect(&shared.tile_landed[stage], bytes);
+  bulk_load(ring + stage * kTileVectors<kThreads>, part.vectors + first, bytes, &shared.tile_landed[stage]);
+}
+// Of the part's tiles [first, end).
+template <int kThreads>
+__device__ __forceinline__ void ask_for_tiles(RowShared& shared, float4* ring, const Part& part, int rank, int stages, int first, int end) {
+#pragma unroll 1
+  for (int tile = first; tile < min(end, part.tiles); ++tile) {
+    ask_for_tile<kThreads>(shared, ring, part, rank, tile, tile + 1 == stages ? 0 : tile + 1);
+  }
+}
+template <int kThreads>
+__device__ __forceinline__ void init_ring(RowShared& shared, int stages) {
+#pragma unroll 1
+  for (int stage = 0; stage < stages; ++stage) {
+    barrier_init(&shared.tile_landed[stage], 1);
+    barrier_init(&shared.tile_taken[stage], kThreads / 32);
+  }
+  barrier_inits_visible();
+}
 
 // ------------------------------------------------------------------------------------------------- the sample's guess
 
@@ -225,15 +252,16 @@ __device__ __forceinline__ SamplePlan plan_sample(int length, int k, int strand)
 // A rank key that about 2 to 3 k entries reach, for every thread, from the first tile. A group's pieces are spread over the
 // whole row, so that groups are alike however scores drift with position, and a run of high scores is in few of them. Where
 // groups agree on the guess's score, the tile tells what share of its equals is wanted; spread evenly over the row, that share
-// lies before a position. Two block barriers, or three.
-template <int kThreads>
-__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const Stream<kThreads>& sample, int stages) {
+// lies before a position. `when_back` is called once this thread's scores are back. Two block barriers, or three.
+template <int kThreads, class WhenBack>
+__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const TilePlace& sample, uint32_t ring, const WhenBack& when_back) {
   const SamplePlan plan = shared.sample;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const float none = __uint_as_float(kAbsentScoreBits);
-  wait_for_oldest(stages);
-  float4 first = load_shared_vector(sample.ring);
-  float4 second = load_shared_vector(sample.ring + kThreads * 16);
+  copies_landed<false>();
+  when_back();
+  float4 first = load_shared_vector(ring);
+  float4 second = load_shared_vector(ring + kThreads * 16);
   if (sample.left[0] <= 0) first = float4{none, none, none, none};
   if (sample.left[1] <= 0) second = float4{none, none, none, none};
   float best = first.x;  // fmaxf() ignores NaN
@@ -356,10 +384,10 @@ __device__ __noinline__ void give_lists(uint32_t first, uint32_t held, uint64_t 
 
 // Reads the part once, what reaches the threshold into the block's pool. Each thread keeps the scores that may reach it, with
 // their positions, in a list of its own: no counter to share, a few predicated instructions for four scores whatever they
-// are. The part's first tiles are on their way, the very first to `stage`. A block barrier must follow.
-template <int kThreads>
-__device__ __forceinline__ void read_part(const Part& part, Stream<kThreads>& stream, int stage, uint32_t list, const SelectPlan& plan,
-                                          uint32_t capacity, uint64_t threshold, bool edges) {
+// are. Tiles by strands are all there; of those from the front the first ones are on their way. A block barrier must follow.
+template <int kThreads, bool kByStrands>
+__device__ __forceinline__ void read_part(RowShared& shared, float4* ring, const Part& part, int rank, TilePlace place, uint32_t list,
+                                          const SelectPlan& plan, uint32_t capacity, uint64_t threshold) {
   constexpr uint32_t kListStep = kThreads * 8;
   const int stages = plan.stages;
   // One comparison a score: NaN passes, to be looked at later. Scores equal to the threshold's pass up to its position,
@@ -378,26 +406,35 @@ __device__ __forceinline__ void read_part(const Part& part, Stream<kThreads>& st
     }
   };
 
-  if (edges && threadIdx.x < 8) {  // at most 6 scores around the aligned ones
+  if (rank == 0 && threadIdx.x < 8) {  // at most 6 scores around the aligned ones
     const int i = static_cast<int>(threadIdx.x);
     const int position = i < 4 ? i : part.head + 4 * part.row_vectors + i - 4;
     const bool valid = i < 4 ? i < part.head : position < part.length;
     const float score = valid ? part.row[position] : 0.0f;
     keep(valid && !(score < floor), score, static_cast<uint32_t>(position));
   }
+  __syncwarp();
+  if constexpr (kByStrands) copies_landed<true>();
+  const uint32_t ring_address = shared_address(ring + threadIdx.x);
+  const int late = stages > 1 ? 1 : 0;  // a stage is refilled so many tiles later, so as not to wait for slower warps
+  int stage = kByStrands || stages == 1 ? 0 : 1;
+  int in_round = 0;  // tiles since the ring's parity changed
+  uint32_t parity = 0;
+  int refill = stage;
+  uint32_t refill_parity = 0;
 #pragma unroll 1
   for (int tile = 0; tile < part.tiles; ++tile) {
-    wait_for_oldest(stages);
-    const uint32_t data = stream.ring + static_cast<uint32_t>(stage * kTileBytes<kThreads>);
+    if constexpr (!kByStrands) barrier_wait(&shared.tile_landed[stage], parity);
+    const uint32_t data = ring_address + static_cast<uint32_t>(stage * kTileBytes<kThreads>);
 #pragma unroll
     for (int v = 0; v < kStrandsAWarp; ++v) {
       if (__any_sync(0xFFFFFFFFu, next > list_nearly_full)) {
         give_lists<kThreads>(list, (next - list_first) / kListStep, threshold, capacity);
         next = list_first;
       }
-      if (stream.left[v] > 0) {
+      if (place.left[v] > 0) {
         const float4 scores = load_shared_vector(data + v * kThreads * 16);
-        const uint32_t position = stream.position[v];
+        const uint32_t position = place.position[v];
         const float bar = position > last_equal ? floor_after : floor;
         keep(!(scores.x < bar), scores.x, position);
         keep(!(scores.y < bar), scores.y, position + 1);
@@ -405,13 +442,25 @@ __device__ __forceinline__ void read_part(const Part& part, Stream<kThreads>& st
         keep(!(scores.w < bar), scores.w, position + 3);
       }
     }
-    stream.ask(stage, stages * stream.step);
-    stage = stage + 1 == stages ? 0 : stage + 1;
-#pragma unroll
-    for (int v = 0; v < kStrandsAWarp; ++v) {
-      stream.left[v] -= stream.step;
-      stream.position[v] += 4 * static_cast<uint32_t>(stream.step);
+    place.advance();
+    if constexpr (!kByStrands) {
+      if (part.tiles > stages) {  // else nothing is overwritten
+        __syncwarp();
+        if ((threadIdx.x & 31u) == 0) barrier_arrive(&shared.tile_taken[stage]);
+        if (threadIdx.x == 0 && tile >= late && tile - late + stages < part.tiles) {
+          barrier_wait(&shared.tile_taken[refill], refill_parity);
+          ask_for_tile<kThreads>(shared, ring, part, rank, tile - late + stages, refill);
+          refill = refill + 1 == stages ? 0 : refill + 1;
+          if (refill == (stages == 1 ? 0 : 1)) refill_parity ^= 1u;
+        }
+        __syncwarp();
+      }
+      if (++in_round == stages) {
+        in_round = 0;
+        parity ^= 1u;
+      }
     }
+    stage = stage + 1 == stages ? 0 : stage + 1;
   }
   if (__any_sync(0xFFFFFFFFu, next > list_first)) give_lists<kThreads>(list, (next - list_first) / kListStep, threshold, capacity);
 }
@@ -530,6 +579,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const bool leader = rank == 0;
   const int64_t row = blockIdx.x >> plan.cluster_log2;
 
+  if (threadIdx.x == 0) init_ring<kThreads>(shared, plan.stages);
   block_begin<kThreads>();
   if (plan.cluster > 1 && leader) {
 #pragma unroll 1
@@ -542,9 +592,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   __syncwarp();
   if (plan.cluster > 1) cluster_arrive();
-  // While the kernel before still runs: what says where these lie is fetched, and no value kept.
-  if (threadIdx.x == 0) prefetch(args.lengths + row);
-  if (threadIdx.x == 32) prefetch(args.scores + row * args.score_stride);
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (threadIdx.x < 32) plan_part<kThreads>(args, plan, row, rank, shared);
@@ -566,16 +613,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   bool guesses = part.guesses;
   if (guesses) {
     const int stages = plan.stages;
-    Stream<kThreads> stream(part, rank, ring, true);
-    int stage = 0;  // of the stream's first tile
-    if (part.by_strands) {
-      stream.begin(0, stages);
-    } else {
-      stage = stages > 1 ? 1 : 0;
-      stream.ask(0, 0);
-    }
-    Stream<kThreads> rest(part, rank, ring, part.by_strands);
-    if (!part.by_strands) rest.begin(1, stages);
+    const uint32_t own_ring = shared_address(ring + threadIdx.x);
+    TilePlace place = first_by_strands<kThreads>(part, rank);
+    ask_for_strands<kThreads>(part, place, own_ring, part.by_strands ? part.tiles : 1);
+    // Behind all of the ring's bytes the sample would wait for microseconds: one tile keeps memory busy till it is back.
+    if (threadIdx.x == 0 && !part.by_strands) ask_for_tiles<kThreads>(shared, ring, part, rank, stages, 0, min(1, stages - 1));
+    __syncwarp();
     if (threadIdx.x / 32 == kThreads / 32 - 1) {
       const SamplePlan sample = plan_sample<kThreads>(part.length, args.k, part.strand);
       if (threadIdx.x == kThreads - 1) shared.sample = sample;
@@ -583,11 +626,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __syncthreads();
     guesses = shared.sample.rank != 0;
     if (guesses) {
-      guess = guess_threshold<kThreads>(shared, part, stream, stages);
-      if (part.by_strands) {
-        rest.next = stream.next;
-      } else {
-        rest.ask(0, (stages - 1) * rest.step);
+      guess = guess_threshold<kThreads>(shared, part, place, own_ring, [&] {
+        if (threadIdx.x == 0 && !part.by_strands) ask_for_tiles<kThreads>(shared, ring, part, rank, stages, 1, stages - 1);
+        __syncwarp();
+      });
+      if (!part.by_strands) {
+        if (threadIdx.x == 0) {  // over the sample, which everybody has
+          fence_before_bulk_store();
+          ask_for_tiles<kThreads>(shared, ring, part, rank, stages, stages - 1, stages);
+        }
+        __syncwarp();
+        place = first_from_front<kThreads>(part, rank);
       }
       const uint32_t list = static_cast<uint32_t>(lists - select_keys()) + threadIdx.x;
       const bool shares = part.blocks > 1;
@@ -595,7 +644,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       bool over;
 #pragma unroll 1
       for (;;) {
-        read_part<kThreads>(part, rest, stage, list, plan, capacity, guess, leader);
+        if (part.by_strands) {
+          read_part<kThreads, true>(shared, ring, part, rank, place, list, plan, capacity, guess);
+        } else {
+          read_part<kThreads, false>(shared, ring, part, rank, place, list, plan, capacity, guess);
+        }
         __syncthreads();
         if (part.blocks > 1) {
           cluster_wait();  // the leader has begun
@@ -624,6 +677,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         // More reached the guess than there is room for. Keys that did are in the pool, and their k-th is a bound.
         guess = block_kth_bound<kThreads>(share_of_run<kThreads>(plan.capacity), args.k, 1);
         part.blocks = 1;
+        part.by_strands = false;
         part.tiles = (part.row_vectors + kTileVectors<kThreads> - 1) / kTileVectors<kThreads>;
         capacity = static_cast<uint32_t>(plan.capacity);
         __syncthreads();
@@ -633,14 +687,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           pool.nan_count = 0;
           pool.absent_count = 0;
           pool.overflows += 1;
+          fence_before_bulk_store();  // the ring was read by threads, and is written by copies again
+          init_ring<kThreads>(shared, stages);
+          ask_for_tiles<kThreads>(shared, ring, part, 0, stages, 0, stages);
         }
         __syncthreads();
-        rest = Stream<kThreads>(part, 0, ring, false);
-        stage = 0;
-        rest.begin(0, stages);
+        place = first_from_front<kThreads>(part, 0);
       }
     } else {
-      asm volatile("cp.async.wait_all;" ::: "memory");
+      copies_landed<true>();
+      if (!part.by_strands && stages > 1 && part.tiles > 0) barrier_wait(&shared.tile_landed[1], 0);
       __syncthreads();
       if (!leader) return;
     }
