@@ -2,11 +2,12 @@
 //
 // A row is read once, by one block or by a cluster of blocks that take turns. Its sample is a tile of 512 bytes from each of
 // 32 or 64 strands of the row, and gives a rank key that about 2 to 3 k entries reach: the *guess*. Where shared memory holds
-// all that a block reads, its tiles are the strands' pieces one after the other, so that the sample is the first of them, and
-// all are asked for at once; longer rows stream behind their sample from front to back through a ring (bulk copies). Each
-// thread keeps what reaches the guess in a short list, without votes or atomics, and a warp gives its lists to the block's pool
-// when one of them is nearly full and at the end. Blocks hand their pools to the leading one, which finds the exact k-th and
-// puts the members in order by a bitmap over positions. docs/kernels-performance.md has the figures.
+// all that a block reads, its tiles are the strands' pieces one after the other, so that the sample is the first of them, all
+// are asked for at once, and a thread picks what reaches the guess from where it lies. Longer rows stream behind their sample
+// from front to back through a ring (bulk copies); each thread keeps what reaches the guess in a short list, without votes or
+// atomics, and a warp gives its lists to the block's pool when one of them is nearly full and at the end. Blocks hand their
+// pools to the leading one, which finds the exact k-th and puts the members in order by a bitmap over positions.
+// docs/kernels-performance.md has the figures.
 //
 // What must stay true:
 //  1. A guess is checked, and each block of a cluster has its own: what counts is what reaches the highest. Where more reached
@@ -45,10 +46,10 @@ constexpr int kSampleGroupsMax = 128;
 constexpr int kGroupsOfPiece = 16;  // a piece's scores go to so many groups, neighbours together
 constexpr int kRankThreadsLog2 = 8;
 constexpr int kRankThreads = 1 << kRankThreadsLog2;  // who rank the groups
-constexpr float kSampleSigmas = 4.5f;  // of the group count that may lie below the guess: about 1 row in 1e5 reruns
+constexpr float kSampleSigmas = 4.5f;                // of the group count that may lie below the guess: about 1 row in 1e5 reruns
 
 template <int kThreads>
-inline constexpr int kTileVectors = kThreads * kStrandsAWarp;
+inline constexpr int kTileVectors = kThreads* kStrandsAWarp;
 template <int kThreads>
 inline constexpr int kTileBytes = 16 * kTileVectors<kThreads>;
 
@@ -254,7 +255,8 @@ __device__ __forceinline__ SamplePlan plan_sample(int length, int k, int strand)
 // groups agree on the guess's score, the tile tells what share of its equals is wanted; spread evenly over the row, that share
 // lies before a position. `when_back` is called once this thread's scores are back. Two block barriers, or three.
 template <int kThreads, class WhenBack>
-__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const TilePlace& sample, uint32_t ring, const WhenBack& when_back) {
+__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const TilePlace& sample, uint32_t ring,
+                                                    const WhenBack& when_back) {
   const SamplePlan plan = shared.sample;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const float none = __uint_as_float(kAbsentScoreBits);
@@ -382,20 +384,125 @@ __device__ __noinline__ void give_lists(uint32_t first, uint32_t held, uint64_t 
   note_order_max(order_max);
 }
 
-// Reads the part once, what reaches the threshold into the block's pool. Each thread keeps the scores that may reach it, with
-// their positions, in a list of its own: no counter to share, a few predicated instructions for four scores whatever they
-// are. Tiles by strands are all there; of those from the front the first ones are on their way. A block barrier must follow.
-template <int kThreads, bool kByStrands>
-__device__ __forceinline__ void read_part(RowShared& shared, float4* ring, const Part& part, int rank, TilePlace place, uint32_t list,
-                                          const SelectPlan& plan, uint32_t capacity, uint64_t threshold) {
+// The up to six scores around the aligned ones that reach the threshold go to the pool. By one warp.
+__device__ __noinline__ void offer_edges(int plan_capacity, uint32_t capacity, uint64_t threshold) {
+  const Part& part = row_shared(plan_capacity).part;
+  const int i = static_cast<int>(threadIdx.x & 31u);
+  const int position = i < 4 ? i : part.head + 4 * part.row_vectors + i - 4;
+  const bool valid = i < 4 ? i < part.head : i < 8 && position < part.length;
+  const float score = valid ? part.row[position] : 0.0f;
+  Oddities found;
+  uint64_t key;
+  const bool take = takes(valid, score, static_cast<uint32_t>(position), threshold, &key, &found);
+  __syncwarp();
+  append_key(take, key, capacity);
+  found.note();
+}
+
+// One comparison a score: NaN passes, to be looked at later. Scores equal to the threshold's pass up to its position, later
+// ones must be greater.
+struct Bars {
+  float floor;
+  float floor_after;
+  uint32_t last_equal;
+
+  __device__ __forceinline__ explicit Bars(uint64_t threshold) {
+    floor = score_of_key(threshold);
+    floor_after = __uint_as_float(score_bits_of_order(order_bits_of_key(threshold) + 1));
+    last_equal = position_of_key(threshold);
+    asm volatile("" : "+f"(floor), "+f"(floor_after));  // else the compiler works them out anew for every vector
+  }
+  __device__ __forceinline__ float at(uint32_t position) const { return position > last_equal ? floor_after : floor; }
+};
+
+// This thread's scores of a part by strands, by number: four a vector, eight a tile.
+template <int kThreads>
+struct OwnScores {
+  uint32_t ring;  // this thread's first place
+  TilePlace first;
+
+  __device__ __forceinline__ float score(uint32_t i) const {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];"
+                 : "=f"(value)
+                 : "r"(ring + (i >> 3) * kTileBytes<kThreads> + (i >> 2 & 1u) * (kThreads * 16) + (i & 3u) * 4));
+    return value;
+  }
+  __device__ __forceinline__ uint32_t position(uint32_t i) const {
+    const uint32_t begin = (i & 4u) != 0 ? first.position[1] : first.position[0];
+    return begin + (i >> 3) * 4 * static_cast<uint32_t>(first.step) + (i & 3u);
+  }
+};
+
+// Of the scores that `flags` name, those that are numbers and reach the threshold after all.
+template <int kThreads>
+__device__ __noinline__ uint32_t sift_flags(OwnScores<kThreads> own, uint32_t flags, uint64_t threshold) {
+  Oddities found;
+#pragma unroll 1
+  for (uint32_t rest = flags; rest != 0; rest &= rest - 1) {
+    const uint32_t i = static_cast<uint32_t>(__ffs(static_cast<int>(rest))) - 1;
+    uint64_t key;
+    if (!takes(true, own.score(i), own.position(i), threshold, &key, &found)) flags &= ~(1u << i);
+  }
+  __syncwarp();
+  found.note();
+  return flags;
+}
+
+// A part by strands, all of which lies in shared memory: what reaches the threshold goes to the block's pool. A flag a score;
+// a block barrier must follow.
+template <int kThreads>
+__device__ __forceinline__ void pick_from_part(const Part& part, const OwnScores<kThreads>& own, uint32_t capacity, uint64_t threshold) {
+  static_assert(kStagesMax * kStrandsAWarp * 4 <= 32, "a flag a score");
+  const Bars bars(threshold);
+  copies_landed<true>();
+  TilePlace place = own.first;
+  bool odd = static_cast<uint32_t>(threshold) != 0;  // positions decide
+  uint32_t flags = 0;
+#pragma unroll 1
+  for (int tile = 0; tile < part.tiles; ++tile) {
+    uint32_t here = 0;
+#pragma unroll
+    for (int v = 0; v < kStrandsAWarp; ++v) {
+      if (place.left[v] <= 0) continue;
+      const float4 scores = load_shared_vector(own.ring + static_cast<uint32_t>(tile * kTileBytes<kThreads> + v * kThreads * 16));
+      const float bar = bars.at(place.position[v]);
+      here |= (!(scores.x < bar) ? 1u << (4 * v) : 0u) | (!(scores.y < bar) ? 2u << (4 * v) : 0u) |
+              (!(scores.z < bar) ? 4u << (4 * v) : 0u) | (!(scores.w < bar) ? 8u << (4 * v) : 0u);
+      odd = odd || scores.x != scores.x || scores.y != scores.y || scores.z != scores.z || scores.w != scores.w;
+    }
+    flags |= here << (8 * tile);
+    place.advance();
+  }
+  if (__any_sync(0xFFFFFFFFu, odd)) flags = sift_flags<kThreads>(own, flags, threshold);
+  const uint32_t count = static_cast<uint32_t>(__popc(flags));
+  const uint32_t up_to = inclusive_over_warp(count);
+  uint32_t to = 0;
+  if ((threadIdx.x & 31u) == 31 && up_to != 0) to = add_shared(&select_shared().count, up_to);
+  to = __shfl_sync(0xFFFFFFFFu, to, 31) + up_to - count;
+  uint32_t order_max = 0;
+#pragma unroll 1
+  for (; flags != 0; flags &= flags - 1) {
+    const uint32_t i = static_cast<uint32_t>(__ffs(static_cast<int>(flags))) - 1;
+    const uint64_t key = rank_key_of(own.score(i), own.position(i));
+    order_max = max(order_max, order_bits_of_key(key));
+    if (to < capacity) select_keys()[to] = key;
+    ++to;
+  }
+  __syncwarp();
+  note_order_max(order_max);
+}
+
+// Streams the part from front to back, what reaches the threshold into the block's pool. Each thread keeps the scores that may
+// reach it, with their positions, in a list of its own: no counter to share, a few predicated instructions for four scores
+// whatever they are. The first tiles are on their way. A block barrier must follow.
+template <int kThreads>
+__device__ __forceinline__ void stream_part(RowShared& shared, float4* ring, const Part& part, int rank, uint32_t list,
+                                            const SelectPlan& plan, uint32_t capacity, uint64_t threshold) {
   constexpr uint32_t kListStep = kThreads * 8;
   const int stages = plan.stages;
-  // One comparison a score: NaN passes, to be looked at later. Scores equal to the threshold's pass up to its position,
-  // later ones must be greater.
-  float floor = score_of_key(threshold);
-  float floor_after = __uint_as_float(score_bits_of_order(order_bits_of_key(threshold) + 1));
-  const uint32_t last_equal = position_of_key(threshold);
-  asm volatile("" : "+f"(floor), "+f"(floor_after));  // else the compiler works them out anew for every vector
+  TilePlace place = first_from_front<kThreads>(part, rank);
+  const Bars bars(threshold);
   const uint32_t list_first = shared_address(select_keys() + list);
   const uint32_t list_nearly_full = list_first + static_cast<uint32_t>(plan.slots - 4) * kListStep;
   uint32_t next = list_first;
@@ -406,25 +513,16 @@ __device__ __forceinline__ void read_part(RowShared& shared, float4* ring, const
     }
   };
 
-  if (rank == 0 && threadIdx.x < 8) {  // at most 6 scores around the aligned ones
-    const int i = static_cast<int>(threadIdx.x);
-    const int position = i < 4 ? i : part.head + 4 * part.row_vectors + i - 4;
-    const bool valid = i < 4 ? i < part.head : position < part.length;
-    const float score = valid ? part.row[position] : 0.0f;
-    keep(valid && !(score < floor), score, static_cast<uint32_t>(position));
-  }
-  __syncwarp();
-  if constexpr (kByStrands) copies_landed<true>();
   const uint32_t ring_address = shared_address(ring + threadIdx.x);
   const int late = stages > 1 ? 1 : 0;  // a stage is refilled so many tiles later, so as not to wait for slower warps
-  int stage = kByStrands || stages == 1 ? 0 : 1;
+  int stage = stages == 1 ? 0 : 1;
   int in_round = 0;  // tiles since the ring's parity changed
   uint32_t parity = 0;
   int refill = stage;
   uint32_t refill_parity = 0;
 #pragma unroll 1
   for (int tile = 0; tile < part.tiles; ++tile) {
-    if constexpr (!kByStrands) barrier_wait(&shared.tile_landed[stage], parity);
+    barrier_wait(&shared.tile_landed[stage], parity);
     const uint32_t data = ring_address + static_cast<uint32_t>(stage * kTileBytes<kThreads>);
 #pragma unroll
     for (int v = 0; v < kStrandsAWarp; ++v) {
@@ -435,7 +533,7 @@ __device__ __forceinline__ void read_part(RowShared& shared, float4* ring, const
       if (place.left[v] > 0) {
         const float4 scores = load_shared_vector(data + v * kThreads * 16);
         const uint32_t position = place.position[v];
-        const float bar = position > last_equal ? floor_after : floor;
+        const float bar = bars.at(position);
         keep(!(scores.x < bar), scores.x, position);
         keep(!(scores.y < bar), scores.y, position + 1);
         keep(!(scores.z < bar), scores.z, position + 2);
@@ -443,22 +541,20 @@ __device__ __forceinline__ void read_part(RowShared& shared, float4* ring, const
       }
     }
     place.advance();
-    if constexpr (!kByStrands) {
-      if (part.tiles > stages) {  // else nothing is overwritten
-        __syncwarp();
-        if ((threadIdx.x & 31u) == 0) barrier_arrive(&shared.tile_taken[stage]);
-        if (threadIdx.x == 0 && tile >= late && tile - late + stages < part.tiles) {
-          barrier_wait(&shared.tile_taken[refill], refill_parity);
-          ask_for_tile<kThreads>(shared, ring, part, rank, tile - late + stages, refill);
-          refill = refill + 1 == stages ? 0 : refill + 1;
-          if (refill == (stages == 1 ? 0 : 1)) refill_parity ^= 1u;
-        }
-        __syncwarp();
+    if (part.tiles > stages) {  // else nothing is overwritten
+      __syncwarp();
+      if ((threadIdx.x & 31u) == 0) barrier_arrive(&shared.tile_taken[stage]);
+      if (threadIdx.x == 0 && tile >= late && tile - late + stages < part.tiles) {
+        barrier_wait(&shared.tile_taken[refill], refill_parity);
+        ask_for_tile<kThreads>(shared, ring, part, rank, tile - late + stages, refill);
+        refill = refill + 1 == stages ? 0 : refill + 1;
+        if (refill == (stages == 1 ? 0 : 1)) refill_parity ^= 1u;
       }
-      if (++in_round == stages) {
-        in_round = 0;
-        parity ^= 1u;
-      }
+      __syncwarp();
+    }
+    if (++in_round == stages) {
+      in_round = 0;
+      parity ^= 1u;
     }
     stage = stage + 1 == stages ? 0 : stage + 1;
   }
@@ -554,11 +650,12 @@ __device__ __forceinline__ void plan_part(const SelectTopkArgs& args, const Sele
   part.vectors = reinterpret_cast<const float4*>(part.row + part.head);
   part.row_vectors = (part.length - part.head) / 4;
   part.strand = (part.row_vectors + kStrands - 1) / kStrands;
-  part.guesses = plan.slots > 0 && part.row_vectors >= kThreads && args.k < part.length;
+  part.guesses = part.row_vectors >= kThreads && args.k < part.length;
   part.blocks = part.guesses ? max(1, min(plan.cluster, part.strand / kPieceVectors)) : 1;  // each has a whole sample
   const int in_strand = part.strand - rank * kPieceVectors;
   const int strand_step = part.blocks * kPieceVectors;
   part.by_strands = part.strand <= plan.stages * strand_step;
+  part.guesses = part.guesses && (part.by_strands || plan.slots > 0);
   const int in_row = part.row_vectors - rank * kTileVectors<kThreads>;
   const int row_step = part.blocks * kTileVectors<kThreads>;
   part.tiles = part.by_strands ? (in_strand + strand_step - 1) / strand_step : max(0, in_row + row_step - 1) / row_step;
@@ -583,7 +680,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   block_begin<kThreads>();
   if (plan.cluster > 1 && leader) {
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < plan.capacity / 2; i += kThreads) reinterpret_cast<uint4*>(select_keys())[i] = uint4{0, 0, 0, 0};
+    for (int i = static_cast<int>(threadIdx.x); i < plan.capacity / 2; i += kThreads)
+      reinterpret_cast<uint4*>(select_keys())[i] = uint4{0, 0, 0, 0};
   }
   if (threadIdx.x < kSampleGroupsMax) shared.group_best[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
@@ -614,10 +712,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (guesses) {
     const int stages = plan.stages;
     const uint32_t own_ring = shared_address(ring + threadIdx.x);
-    TilePlace place = first_by_strands<kThreads>(part, rank);
+    const TilePlace place = first_by_strands<kThreads>(part, rank);
     ask_for_strands<kThreads>(part, place, own_ring, part.by_strands ? part.tiles : 1);
-    // Behind all of the ring's bytes the sample would wait for microseconds: one tile keeps memory busy till it is back.
-    if (threadIdx.x == 0 && !part.by_strands) ask_for_tiles<kThreads>(shared, ring, part, rank, stages, 0, min(1, stages - 1));
+    // Behind all of the ring's bytes the sample would wait for microseconds: a tile or two keep memory busy till it is back.
+    const int early = min(max(1, stages - 2), stages - 1);
+    if (threadIdx.x == 0 && !part.by_strands) ask_for_tiles<kThreads>(shared, ring, part, rank, stages, 0, early);
     __syncwarp();
     if (threadIdx.x / 32 == kThreads / 32 - 1) {
       const SamplePlan sample = plan_sample<kThreads>(part.length, args.k, part.strand);
@@ -627,7 +726,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     guesses = shared.sample.rank != 0;
     if (guesses) {
       guess = guess_threshold<kThreads>(shared, part, place, own_ring, [&] {
-        if (threadIdx.x == 0 && !part.by_strands) ask_for_tiles<kThreads>(shared, ring, part, rank, stages, 1, stages - 1);
+        if (threadIdx.x == 0 && !part.by_strands) ask_for_tiles<kThreads>(shared, ring, part, rank, stages, early, stages - 1);
         __syncwarp();
       });
       if (!part.by_strands) {
@@ -636,7 +735,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           ask_for_tiles<kThreads>(shared, ring, part, rank, stages, stages - 1, stages);
         }
         __syncwarp();
-        place = first_from_front<kThreads>(part, rank);
       }
       const uint32_t list = static_cast<uint32_t>(lists - select_keys()) + threadIdx.x;
       const bool shares = part.blocks > 1;
@@ -644,10 +742,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       bool over;
 #pragma unroll 1
       for (;;) {
+        if (rank == 0 && threadIdx.x < 32 && 4 * part.row_vectors < part.length) offer_edges(plan.capacity, capacity, guess);
         if (part.by_strands) {
-          read_part<kThreads, true>(shared, ring, part, rank, place, list, plan, capacity, guess);
+          pick_from_part<kThreads>(part, OwnScores<kThreads>{own_ring, place}, capacity, guess);
         } else {
-          read_part<kThreads, false>(shared, ring, part, rank, place, list, plan, capacity, guess);
+          stream_part<kThreads>(shared, ring, part, rank, list, plan, capacity, guess);
         }
         __syncthreads();
         if (part.blocks > 1) {
@@ -663,7 +762,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           reaching = handed.reaching;
           share = handed.share;
           over = handed.over;
-          if (over && handed.held < static_cast<uint32_t>(args.k)) {  // too few for a bound
+          // Too few for a bound, or no lists to read the others' shares with.
+          if (over && (handed.held < static_cast<uint32_t>(args.k) || plan.slots == 0)) {
             reaching = 0;
             break;
           }
@@ -676,9 +776,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         if (!over) break;
         // More reached the guess than there is room for. Keys that did are in the pool, and their k-th is a bound.
         guess = block_kth_bound<kThreads>(share_of_run<kThreads>(plan.capacity), args.k, 1);
+        const bool all_here = part.by_strands && part.blocks == 1;
         part.blocks = 1;
-        part.by_strands = false;
-        part.tiles = (part.row_vectors + kTileVectors<kThreads> - 1) / kTileVectors<kThreads>;
         capacity = static_cast<uint32_t>(plan.capacity);
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -687,12 +786,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           pool.nan_count = 0;
           pool.absent_count = 0;
           pool.overflows += 1;
-          fence_before_bulk_store();  // the ring was read by threads, and is written by copies again
-          init_ring<kThreads>(shared, stages);
-          ask_for_tiles<kThreads>(shared, ring, part, 0, stages, 0, stages);
+        }
+        if (!all_here) {
+          part.by_strands = false;
+          part.tiles = (part.row_vectors + kTileVectors<kThreads> - 1) / kTileVectors<kThreads>;
+          if (threadIdx.x == 0) {
+            fence_before_bulk_store();  // the ring was read by threads, and is written by copies again
+            init_ring<kThreads>(shared, stages);
+            ask_for_tiles<kThreads>(shared, ring, part, 0, stages, 0, stages);
+          }
         }
         __syncthreads();
-        place = first_from_front<kThreads>(part, 0);
       }
     } else {
       copies_landed<true>();
@@ -918,29 +1022,43 @@ SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts
   const bool alone = rows * plan.cluster <= facts.multiprocessors;
   const bool whole = alone || args.k > tuning.shared_rows_k_max;  // the multiprocessor to itself
   const int64_t room = whole ? facts.shared_bytes_per_block : tuning.shared_bytes_of_two;
-  for (plan.threads = whole ? 1024 : 512;; plan.threads = 512) {
+  const int64_t part_bytes = (int64_t{args.length_max} * 4 + plan.cluster - 1) / plan.cluster;
+  const auto tile_bytes = [&] { return int64_t{plan.threads} * kStrandsAWarp * 16; };
+  const auto tiles_of_part = [&] { return (part_bytes + tile_bytes() - 1) / tile_bytes(); };
+  // What all of a block's warps do takes half as long with half of them: little to read is read by few.
+  plan.threads = 512;
+  if (whole && tiles_of_part() > kStagesMax) plan.threads = 1024;
+  for (;; plan.threads = 512) {
     const int least = static_cast<int>(round_up(std::max(next_power_of_two(args.k), args.k + plan.threads), plan.threads));
-    plan.stages = 1;
-    plan.slots = tuning.slots;
     // A guess lets about 2.5 k through (k up to 512) or 1.9 k (above), correlated scores more.
     const int least_wanted = whole ? tuning.capacity_min : tuning.shared_capacity_min;
-    const int wanted = std::max(args.length_max / 1024 > args.k ? least_wanted / 2 * 3 : least_wanted, args.k / 2 * 7);
+    const int wanted =
+        std::max(args.length_max / 1024 > args.k ? least_wanted / 2 * 3 : least_wanted, args.k > 1024 ? args.k * 3 : args.k / 2 * 7);
     plan.capacity = std::max(static_cast<int>(round_up(wanted, plan.threads)), least);
+    // All in shared memory at once where it fits, and then no list is needed but to read others' parts again.
+    plan.stages = static_cast<int>(std::clamp<int64_t>(tiles_of_part(), 1, kStagesMax));
+    plan.slots = 0;
+    const bool at_once = tiles_of_part() <= kStagesMax && select_topk_shared_bytes(plan) <= room;
+    if (!at_once) plan.stages = 1;
+    if (!at_once || plan.cluster > 1) plan.slots = tuning.slots;
     while (select_topk_shared_bytes(plan) > room && plan.capacity - plan.threads >= least) plan.capacity -= plan.threads;
     if (select_topk_shared_bytes(plan) <= room) break;
     if (plan.threads == 512) {
-      plan.slots = 0;  // no room for lists: rows are read slowly
+      plan.slots = 0;  // no room for lists: long rows are read slowly
       break;
     }
   }
-  const int64_t tile_bytes = int64_t{plan.threads} * kStrandsAWarp * 16;
-  plan.stages = std::clamp(1 + static_cast<int>((room - select_topk_shared_bytes(plan)) / tile_bytes), 1, kStagesMax);
-  // No more of a ring than one block's part of the longest row.
-  const int64_t needed = (int64_t{args.length_max} * 4 + plan.cluster * tile_bytes - 1) / (plan.cluster * tile_bytes);
-  plan.stages = static_cast<int>(std::clamp<int64_t>(needed, 1, plan.stages));
-  // What room is left lengthens the lists: the fuller a warp's are, the fewer times it gives them away.
-  const int64_t slot_bytes = int64_t{plan.threads} * 8;
-  if (plan.slots > 0) plan.slots = std::clamp(plan.slots + static_cast<int>((room - select_topk_shared_bytes(plan)) / slot_bytes), plan.slots, tuning.slots_max);
+  const int64_t left = room - select_topk_shared_bytes(plan);
+  if (plan.stages < tiles_of_part()) {
+    // Deep rings make memory serve multiprocessors the less evenly, the longer it goes on.
+    const int64_t stages_wanted = tiles_of_part() >= tuning.long_part_tiles_min ? 3 : kStagesMax;
+    plan.stages = static_cast<int>(std::clamp<int64_t>(1 + left / tile_bytes(), 1, std::min(stages_wanted, tiles_of_part())));
+  }
+  // What room is left lengthens the lists: the longer they are, the fewer times a warp gives them away.
+  if (plan.slots > 0) {
+    const int64_t more = (room - select_topk_shared_bytes(plan)) / (int64_t{plan.threads} * 8);
+    plan.slots = static_cast<int>(std::clamp<int64_t>(plan.slots + more, plan.slots, tuning.slots_max));
+  }
   plan.shared_bytes = select_topk_shared_bytes(plan);
   return plan;
 }

@@ -198,7 +198,7 @@ __device__ __forceinline__ bool give_at_once(const SelectTopkArgs& args, const V
 #pragma unroll 1
   for (uint32_t i = share.first; i < share.end; i += share.step) {
     const uint64_t offset = keys[i] - low;
-    if (offset > range) continue;  // below
+    if (offset > range) continue;                                         // below
     const int bin = kSelectBins - 1 - static_cast<int>(offset >> shift);  // best first
     atomicAdd(&shared.bins[bin], 1u);
     atomicAdd(&shared.coarse[bin / 32], 1u);

@@ -61,14 +61,15 @@ struct SelectTuning {
   int shared_capacity_min;      // the same where blocks share a multiprocessor
   int slots;                    // entries that a thread's list holds at least: 4 or more
   int slots_max;                // and at most
+  int long_part_tiles_min;      // from so many tiles on a block's ring is kept short
   int shared_rows_k_max;        // above this k a block takes the whole multiprocessor, so that its buffer fits
   int64_t shared_bytes_of_two;  // dynamic shared memory with which two blocks share a multiprocessor
 };
 
 inline constexpr SelectTuning kSelectTuning[] = {
-    {9, 16, 4, 4096, 4096, 3072, 6, 12, 1024, 113 * 1024},   // H200
-    {10, 16, 4, 4096, 4096, 3072, 6, 12, 1024, 113 * 1024},  // by analogy with 9.0
-    {12, 8, 0, 4096, 3072, 3072, 4, 12, 1024, 99 * 1024},    // by analogy; 99 KB a block, which stays alone
+    {9, 16, 4, 4096, 4096, 3072, 6, 12, 16, 1024, 113 * 1024},   // H200
+    {10, 16, 4, 4096, 4096, 3072, 6, 12, 16, 1024, 113 * 1024},  // by analogy with 9.0
+    {12, 8, 0, 4096, 3072, 3072, 4, 12, 16, 1024, 99 * 1024},    // by analogy; 99 KB a block, which stays alone
 };
 
 inline constexpr const SelectTuning& select_tuning(int major) {
