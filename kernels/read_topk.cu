@@ -50,7 +50,7 @@ absl::StatusOr<ReadTopkNeeds> cuda_needs(const ReadTopkArgs& args) {
     needs.queries_max = static_cast<int32_t>(std::min<int64_t>(rows, std::numeric_limits<int32_t>::max()));
   } else {
     // Decode waits for its selection, and a row by its maxima is ready sooner; prefill asks for throughput, which reading
-    // whole rows has more of (4,096 x 16,384: 9 to 15 % beside the logits, by maxima 20 %).
+    // whole rows has more of (4,096 x 16,384: 9.6 % beside the logits, by maxima 20 %).
     IndexLogitsArgs logits = args.logits;
     logits.entry_begin = 0;
     if (args.prepare != nullptr) logits.q_element = args.prepare->element;

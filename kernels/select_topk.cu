@@ -131,7 +131,7 @@ __device__ __forceinline__ uint32_t rank_in_cluster() {
 __device__ __forceinline__ void copy_vector(uint32_t to_shared, const float4* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from) : "memory");
 }
-// Until this thread's copies to the first stage have landed, be others under way or not.
+// Until this thread's copies to the first stage have landed, or all of them.
 template <bool kAll>
 __device__ __forceinline__ void copies_landed() {
   if constexpr (kAll) {
@@ -680,8 +680,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   block_begin<kThreads>();
   if (plan.cluster > 1 && leader) {
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < plan.capacity / 2; i += kThreads)
+    for (int i = static_cast<int>(threadIdx.x); i < plan.capacity / 2; i += kThreads) {
       reinterpret_cast<uint4*>(select_keys())[i] = uint4{0, 0, 0, 0};
+    }
   }
   if (threadIdx.x < kSampleGroupsMax) shared.group_best[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
@@ -800,7 +801,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       }
     } else {
       copies_landed<true>();
-      if (!part.by_strands && stages > 1 && part.tiles > 0) barrier_wait(&shared.tile_landed[1], 0);
+      for (int tile = 0; !part.by_strands && tile < min(early, part.tiles); ++tile) barrier_wait(&shared.tile_landed[tile + 1], 0);
       __syncthreads();
       if (!leader) return;
     }
