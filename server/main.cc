@@ -156,7 +156,7 @@ int run_keeper(const NodePlan& plan, const std::string& choice, int signals, Log
   const std::string path = named ? choice : plan.runtime_dir + "/" + attach::kKeeperSocketName;
   absl::StatusOr<std::unique_ptr<Keeper>> keeper = Keeper::listen(path, log);
   if (!keeper.ok()) return complain(keeper.status(), 2);
-  log.write(LogLevel::kInfo, "keeper_ready", {{"socket", path}});
+  log.write(LogLevel::kInfo, "keeper_ready", {{"socket", path}, {"holds_at_most", absl::StrCat((*keeper)->kept_max())}});
   (*keeper)->run(signals);
   log.write(LogLevel::kInfo, "keeper_stopped", {{"held", absl::StrCat((*keeper)->kept_count())}});
   return 0;
@@ -267,6 +267,13 @@ int main_of(const std::vector<std::string>& arguments) {
                {"cause", "the budget may be another after a restart, and what was kept would be lost; set memory.bytes"}});
   }
   std::vector<KeptDescriptor> kept = store->take_kept();
+  if (!store->healthy()) {  // going on would put empty chunks in the place of what it may hold
+    return complain(
+        make_error(ErrorCode::kMemory, absl::StrCat("the ", store->kind(),
+                                                    " did not say all that it holds; nothing was changed there, start again, or "
+                                                    "set memory.keeper = none to start without it")),
+        2);
+  }
   for (const KeptDescriptor& descriptor : kept) {
     struct stat found {};
     if (::fstat(descriptor.fd.get(), &found) == 0) surroundings.available_bytes += static_cast<int64_t>(found.st_blocks) * 512;

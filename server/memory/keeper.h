@@ -8,8 +8,12 @@
 //
 // What must stay true:
 //  1. Only the keeper's own user (and root) is served; anyone else's connection is closed.
-//  2. At most kKeptMax descriptors are held; one more is refused by closing that connection, which the daemon reports.
+//  2. At most kKeptMax descriptors are held, and no more than the limit of open files has room for beside the connections;
+//     one more is refused by closing that connection, which the daemon reports.
 //  3. A connection's end changes nothing: that is the moment the keeper exists for.
+//  4. At most kKeeperConnectionsMax connections are open. One more, and a lack of descriptors, costs the oldest that has said
+//     nothing its place; where all have spoken the newest is refused. The thread never spins on a caller it cannot take in.
+//  5. A client that does not read its LIST is closed after kListWaitMs; nobody else, nor a signal, waits longer for it.
 #pragma once
 
 #include <atomic>
@@ -25,7 +29,9 @@
 namespace needle::server {
 
 inline constexpr uint32_t kKeeperMagic = 0x706B654Eu;
-inline constexpr size_t kKeptMax = 4096;  // chunks of 1 GiB: 4 TiB
+inline constexpr size_t kKeptMax = 4096;             // chunks of 1 GiB: 4 TiB
+inline constexpr size_t kKeeperConnectionsMax = 64;  // one a daemon, and a few that come and go
+inline constexpr int64_t kListWaitMs = 2'000;        // for the room of one entry
 enum class KeeperVerb : uint32_t { kPut = 1, kDrop = 2, kList = 3, kEntry = 4, kEnd = 5 };
 struct KeeperMessage {
   uint32_t magic = kKeeperMagic;
@@ -42,18 +48,30 @@ class Keeper {
 
   // Serves until `stop_fd` becomes readable.
   void run(int stop_fd);
+  size_t kept_max() const { return kept_max_; }
   size_t kept_count() const { return kept_.size(); }  // from run()'s thread, or after it
 
  private:
-  Keeper(std::string path, FileDescriptor listener, Log& log) : path_(std::move(path)), listener_(std::move(listener)), log_(log) {}
+  Keeper(std::string path, FileDescriptor listener, size_t kept_max, Log& log)
+      : path_(std::move(path)), listener_(std::move(listener)), kept_max_(kept_max), log_(log) {}
+  struct Connection {
+    FileDescriptor socket;
+    uint64_t number = 0;  // in the order of accept
+    bool has_spoken = false;
+  };
+  void accept_one();
+  bool make_room();
   bool serve(int connection);  // false: close it
   bool list(int connection);
 
   const std::string path_;
   FileDescriptor listener_;
+  const size_t kept_max_;
   Log& log_;
   std::map<std::string, FileDescriptor> kept_;
-  std::map<int, FileDescriptor> connections_;
+  std::map<int, Connection> connections_;
+  uint64_t accepted_ = 0;
+  bool resting_ = false;  // out of descriptors: nobody is accepted for a moment
 };
 
 }  // namespace needle::server

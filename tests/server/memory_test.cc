@@ -4,14 +4,17 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 #include <future>
 #include <map>
@@ -232,7 +235,8 @@ TEST(MemfdMetadata, put_is_seen_through_the_read_only_descriptor) {
 // A keeper in a thread, until the end of the scope.
 class KeeperThread {
  public:
-  explicit KeeperThread(const std::string& path) : stop_(::eventfd(0, EFD_CLOEXEC)) {
+  explicit KeeperThread(const std::string& path) : KeeperThread(path, silent_) {}
+  KeeperThread(const std::string& path, Log& log) : log_(log), stop_(::eventfd(0, EFD_CLOEXEC)) {
     auto made = Keeper::listen(path, log_);
     EXPECT_TRUE(made.ok()) << made.status();
     keeper_ = *std::move(made);
@@ -245,7 +249,8 @@ class KeeperThread {
   }
 
  private:
-  SilentLog log_;
+  SilentLog silent_;
+  Log& log_;
   FileDescriptor stop_;
   std::unique_ptr<Keeper> keeper_;
   std::thread thread_;
@@ -315,6 +320,157 @@ TEST(Keeper, malformed_messages_end_their_connection_only) {
   ASSERT_TRUE(store.ok());
   EXPECT_TRUE((*store)->take_kept().empty());
   EXPECT_TRUE((*store)->healthy());
+}
+
+// A caller of the keeper that says what it is told to, and no more.
+FileDescriptor knock(const std::string& path) {
+  auto caller = connect_seqpacket(path);
+  EXPECT_TRUE(caller.ok()) << caller.status();
+  return *std::move(caller);
+}
+bool say(const FileDescriptor& caller, KeeperVerb verb, const std::string& name, std::span<const int> fds = {}) {
+  KeeperMessage message;
+  message.verb = verb;
+  std::memcpy(message.name, name.data(), name.size());
+  return send_datagram(caller.get(), std::as_bytes(std::span(&message, 1)), fds, true) == SendResult::kSent;
+}
+
+TEST(Keeper, callers_that_say_nothing_make_room_for_one_that_speaks) {
+  Folder folder;
+  RecordingLog log;
+  KeeperThread keeper(folder / "keeper.sock", log);
+  auto first = KeeperStore::connect(folder / "keeper.sock", log);
+  ASSERT_TRUE(first.ok());
+  EXPECT_TRUE((*first)->take_kept().empty());
+  std::vector<FileDescriptor> mute;
+  for (size_t i = 0; i < 2 * kKeeperConnectionsMax; ++i) mute.push_back(knock(folder / "keeper.sock"));
+  auto second = KeeperStore::connect(folder / "keeper.sock", log);
+  ASSERT_TRUE(second.ok());
+  EXPECT_TRUE((*second)->take_kept().empty());
+  (*first)->tend();
+  EXPECT_TRUE((*first)->healthy()) << "who has spoken stays";
+  EXPECT_TRUE((*second)->healthy());
+  Datagram end;
+  EXPECT_EQ(receive_datagram(mute.front().get(), 100, end, true), ReceiveResult::kGone);
+  EXPECT_EQ(receive_datagram(mute.back().get(), 100, end), ReceiveResult::kWouldBlock) << "the oldest go first";
+  EXPECT_EQ(log.count("keeper_refused"), 0);
+}
+
+TEST(Keeper, where_all_have_spoken_the_newest_is_refused) {
+  Folder folder;
+  RecordingLog log;
+  KeeperThread keeper(folder / "keeper.sock", log);
+  std::vector<FileDescriptor> callers;
+  Datagram answer;
+  for (size_t i = 0; i < kKeeperConnectionsMax; ++i) {
+    callers.push_back(knock(folder / "keeper.sock"));
+    ASSERT_TRUE(say(callers.back(), KeeperVerb::kList, ""));
+    ASSERT_EQ(receive_datagram(callers.back().get(), 100, answer, true), ReceiveResult::kReceived);
+  }
+  const FileDescriptor late = knock(folder / "keeper.sock");
+  EXPECT_EQ(receive_datagram(late.get(), 100, answer, true), ReceiveResult::kGone);
+  EXPECT_EQ(log.count("keeper_refused"), 1);
+  callers.pop_back();
+  const FileDescriptor next = knock(folder / "keeper.sock");
+  ASSERT_TRUE(say(next, KeeperVerb::kList, ""));
+  EXPECT_EQ(receive_datagram(next.get(), 100, answer, true), ReceiveResult::kReceived);
+}
+
+TEST(Keeper, without_a_descriptor_it_rests_between_looks_and_takes_the_caller_in_when_there_is_one) {
+  Folder folder;
+  RecordingLog log;
+  KeeperThread keeper(folder / "keeper.sock", log);
+  FileDescriptor caller(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string path = folder / "keeper.sock";
+  std::memcpy(address.sun_path, path.data(), path.size());
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit none_left = before;
+  none_left.rlim_cur = static_cast<rlim_t>(caller.get()) + 1;  // the lowest free number was taken last
+  const auto began = std::chrono::steady_clock::now();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none_left), 0);
+  const bool connected = ::connect(caller.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
+  const auto give_up = began + std::chrono::seconds(20);
+  while (connected && log.count("keeper_accept_failed") < 4 && std::chrono::steady_clock::now() < give_up) std::this_thread::yield();
+  const auto took = std::chrono::steady_clock::now() - began;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  ASSERT_TRUE(connected);
+  EXPECT_GE(log.count("keeper_accept_failed"), 4);
+  EXPECT_GE(took, std::chrono::milliseconds(300)) << "three rests of 100 ms";
+  ASSERT_TRUE(say(caller, KeeperVerb::kList, ""));
+  Datagram answer;
+  EXPECT_EQ(receive_datagram(caller.get(), 100, answer, true), ReceiveResult::kReceived);
+}
+
+TEST(Keeper, holds_as_many_as_the_limit_of_open_files_has_room_for_and_says_when_it_is_full) {
+  Folder folder;
+  RecordingLog log;
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit few = before;
+  few.rlim_cur = kKeeperConnectionsMax + 16;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  const absl::Status too_few = Keeper::listen(folder / "none.sock", log).status();
+  few.rlim_cur += 2;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  KeeperThread keeper(folder / "keeper.sock", log);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_TRUE(is_error(too_few, ErrorCode::kMemory)) << too_few;
+  EXPECT_THAT(std::string(too_few.message()), HasSubstr("the limit of open files is 80"));
+  FileDescriptor fd(::memfd_create("x", MFD_CLOEXEC));
+  const int raw = fd.get();
+  const FileDescriptor caller = knock(folder / "keeper.sock");
+  Datagram answer;
+  EXPECT_TRUE(say(caller, KeeperVerb::kPut, "a", std::span(&raw, 1)));
+  EXPECT_TRUE(say(caller, KeeperVerb::kPut, "b", std::span(&raw, 1)));
+  EXPECT_TRUE(say(caller, KeeperVerb::kPut, "b", std::span(&raw, 1))) << "a name that is held takes no more room";
+  EXPECT_TRUE(say(caller, KeeperVerb::kPut, "c", std::span(&raw, 1)));
+  EXPECT_EQ(receive_datagram(caller.get(), 100, answer, true), ReceiveResult::kGone);
+  EXPECT_EQ(log.count("keeper_full"), 1);
+}
+
+TEST(Keeper, a_caller_that_does_not_read_its_list_is_closed_and_others_are_served) {
+  Folder folder;
+  SilentLog log;
+  KeeperThread keeper(folder / "keeper.sock");
+  FileDescriptor fd(::memfd_create("x", MFD_CLOEXEC));
+  const int raw = fd.get();
+  constexpr int kEntries = 600;  // more than a socket's buffer takes
+  const FileDescriptor deaf = knock(folder / "keeper.sock");
+  for (int i = 0; i < kEntries; ++i) ASSERT_TRUE(say(deaf, KeeperVerb::kPut, "chunk-" + std::to_string(i), std::span(&raw, 1)));
+  ASSERT_TRUE(say(deaf, KeeperVerb::kList, ""));
+  pollfd begun{deaf.get(), POLLIN, 0};
+  ASSERT_EQ(::poll(&begun, 1, 20'000), 1) << "the list begins once all are held";
+  const FileDescriptor other = knock(folder / "keeper.sock");
+  ASSERT_TRUE(say(other, KeeperVerb::kList, ""));
+  const auto entries_of = [](const FileDescriptor& caller, ReceiveResult& last) {
+    int entries = 0;
+    for (Datagram datagram;;) {
+      last = receive_datagram(caller.get(), sizeof(KeeperMessage) + 1, datagram, true);
+      if (last != ReceiveResult::kReceived || datagram.fds.empty()) return entries;
+      ++entries;
+    }
+  };
+  ReceiveResult last = ReceiveResult::kGone;
+  EXPECT_EQ(entries_of(other, last), kEntries);
+  EXPECT_EQ(last, ReceiveResult::kReceived) << "the end of the list";
+  EXPECT_LT(entries_of(deaf, last), kEntries);
+  EXPECT_EQ(last, ReceiveResult::kGone);
+}
+
+TEST(Keeper, that_goes_away_while_it_says_what_it_holds_is_not_taken_for_an_empty_one) {
+  Folder folder;
+  RecordingLog log;
+  auto listener = listen_seqpacket(folder / "keeper.sock");
+  ASSERT_TRUE(listener.ok());
+  auto store = KeeperStore::connect(folder / "keeper.sock", log);
+  ASSERT_TRUE(store.ok());
+  FileDescriptor(::accept4(listener->get(), nullptr, nullptr, SOCK_CLOEXEC)).reset();
+  EXPECT_TRUE((*store)->take_kept().empty());
+  EXPECT_FALSE((*store)->healthy()) << "so that a daemon does not start on it";
+  EXPECT_EQ(log.count("keeper_lost"), 1);
 }
 
 TEST(Keeper, a_second_keeper_at_the_same_place_is_refused_and_a_dead_one_s_socket_is_replaced) {
