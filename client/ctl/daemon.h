@@ -70,13 +70,7 @@ class Daemon {
   }
 
   // A refused command ends its session too: what it reserved or leased is given back now, not by silence.
-  ~Daemon() {
-    try {
-      close_session();
-    } catch (const Refusal&) {
-      // The command's own outcome is what the operator needs; the session ends by silence.
-    }
-  }
+  ~Daemon() { close_session(); }
 
   const std::string& target() const { return target_; }
 
@@ -91,13 +85,17 @@ class Daemon {
     secret_ = reply.secret();
   }
 
- private:
   void close_session() {
     if (session_ == 0) return;
-    call(&v1::Needle::Stub::CloseSession, v1::Empty());
+    try {
+      call(&v1::Needle::Stub::CloseSession, v1::Empty());
+    } catch (const Refusal&) {
+      // It fell silent and is gone, or it will be: the command's own outcome is what the operator needs.
+    }
     session_ = 0;
   }
 
+ private:
   std::string target_;
   std::shared_ptr<grpc::Channel> channel_;
   uint64_t session_ = 0;
