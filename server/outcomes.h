@@ -21,12 +21,21 @@ namespace needle::server {
 
 enum class OutcomeKind : uint8_t { kSealed, kForfeited, kAdopted, kShipFailed, kReleased, kExpired, kRevoked, kSequenceForfeited };
 
+// What a ship's progress says once it has ended.
+struct ShipTotals {
+  uint32_t attempt = 0;
+  int64_t pages_known = 0;
+  int64_t pages_arrived = 0;
+  int64_t bytes_arrived = 0;
+};
+
 struct Outcome {
   OutcomeKind kind = OutcomeKind::kForfeited;
   SequenceId sequence;
   LeaseId lease;
   TicketId ticket;
   absl::Status status;  // of a failed ship
+  ShipTotals ship{};
   uint64_t number = 0;  // counts what was remembered; Outcomes sets it
 };
 

@@ -89,6 +89,8 @@ void answer_waiting(Ship& ship, const absl::StatusOr<ShipWait::Reply>& answer) {
   ship.waiting.clear();
 }
 
+ShipTotals totals_of(const Ship& ship) { return {ship.attempt, static_cast<int64_t>(ship.items.size()), ship.arrived, ship.bytes_arrived}; }
+
 // Everything has arrived and is confirmed: publish it as one sequence and lease it to whoever asked.
 void seal(State& state, Ship& ship) {
   if (absl::Status used = check_lease_id_unused(state, ship.session, ship.lease); !used.ok()) return fail(state, ship.wire, used);
@@ -137,7 +139,7 @@ void seal(State& state, Ship& ship) {
   unlease_all(state, leased);
   send(state, ship.source, ship.source_incarnation, ShipRelease{ship.wire, ship.attempt, ship.source_lease});
   state.outcomes.remember({ship.session, ship.ticket.value(), OutcomeKey::kTicket},
-                          {OutcomeKind::kSealed, ship.sequence, ship.lease, ship.ticket, {}}, state.now_ns);
+                          {OutcomeKind::kSealed, ship.sequence, ship.lease, ship.ticket, {}, totals_of(ship)}, state.now_ns);
   state.probes.hit(Probe::ship_sealed);
   const std::unique_ptr<Ship> closed = state.ships.close(ship.wire);
   closed->state = ShipState::kSealed;
@@ -552,9 +554,10 @@ absl::StatusOr<ShipProgress::Reply> progress(State& state, const ShipProgress& r
   }
   const Outcome* outcome = state.outcomes.find({request.session, request.ticket.value(), OutcomeKey::kTicket});
   if (outcome == nullptr) return make_error(ErrorCode::kStale, "ship " + std::to_string(request.ticket.value()) + " is unknown here");
-  ShipProgress::Reply reply;
-  reply.state = outcome->kind == OutcomeKind::kSealed ? ShipState::kSealed : ShipState::kFailed;
-  return reply;
+  const ShipTotals& ship = outcome->ship;
+  const bool sealed = outcome->kind == OutcomeKind::kSealed;
+  return ShipProgress::Reply{
+      sealed ? ShipState::kSealed : ShipState::kFailed, ship.attempt, ship.pages_known, ship.pages_arrived, ship.bytes_arrived, sealed};
 }
 
 void wait(State& state, Call<ShipWait> call) {
@@ -602,11 +605,12 @@ absl::StatusOr<Nothing> cancel(State& state, const ShipCancel& request) {
 }
 
 void fail(State& state, TicketId wire, const absl::Status& cause) {
+  const ShipTotals totals = totals_of(*state.ships.find(wire));
   give_back_attempt(state, *state.ships.find(wire));
   const std::unique_ptr<Ship> ship = state.ships.close(wire);
   ship->state = ShipState::kFailed;
   state.outcomes.remember({ship->session, ship->ticket.value(), OutcomeKey::kTicket},
-                          {OutcomeKind::kShipFailed, ship->sequence, LeaseId(), ship->ticket, cause}, state.now_ns);
+                          {OutcomeKind::kShipFailed, ship->sequence, LeaseId(), ship->ticket, cause, totals}, state.now_ns);
   state.probes.hit(Probe::ship_failed);
   answer_waiting(*ship, cause);
 }

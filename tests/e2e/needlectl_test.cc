@@ -5,6 +5,7 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 
+#include "client/ctl/daemon.h"
 #include "kernels/format_set.h"
 #include "tests/e2e/processes.h"
 
@@ -127,6 +128,12 @@ TEST_F(Needlectl, a_shipped_sequence_is_selected_from) {
   EXPECT_EQ(shipped.error, "") << "progress is for a terminal";
   EXPECT_NE(shipped.out.find("1124 tokens in 5 pages"), std::string::npos) << shipped.out;
   EXPECT_EQ(run_json(decode, {"sequences"})[0]["sequences"][0]["sequence"], 11);
+  store(*writer, 21, 2 * kPage);
+  const json twice[] = {run_json(decode, {"ship", "--from", "one", "--sequence", "21"}),
+                        run_json(decode, {"ship", "--from", "one", "--sequence", "21"})};
+  EXPECT_GT(twice[0]["bytes"], 0) << "a ship that has ended still says what it brought";
+  EXPECT_EQ(twice[0]["attempts"], 1);
+  EXPECT_LT(twice[1]["bytes"], twice[0]["bytes"]) << "full pages were there already";
 
   std::vector<uint16_t> q(2 * 64 * 128, 0x3f80);  // two queries of ones, bf16
   std::vector<float> weights(2 * 64, 1.0f);
@@ -211,6 +218,18 @@ TEST_F(Needlectl, a_probe_stores_selects_and_ships_and_leaves_nothing_behind) {
   EXPECT_EQ(alone.exit, 0) << alone.error;
   EXPECT_NE(alone.out.find("agree with the reference kernel"), std::string::npos) << alone.out;
   EXPECT_EQ(alone.out.find("v32"), std::string::npos) << alone.out;
+}
+
+// A slow step of a probe lies between two pools that are read back.
+TEST_F(Needlectl, a_session_that_fell_silent_does_not_stand_in_the_way_of_the_next) {
+  daemon_.start();
+  const auto sessions = [this] { return run_json(daemon_, {"clients"}).size(); };
+  Daemon operator_end("unix:" + daemon_.grpc_socket());
+  operator_end.open_session("default");
+  EXPECT_EQ(sessions(), 1u);
+  EXPECT_TRUE(eventually(20, [&] { return sessions() == 0; }));
+  EXPECT_NO_THROW(operator_end.open_session("default"));
+  EXPECT_EQ(sessions(), 1u);
 }
 
 TEST_F(Needlectl, a_probe_that_fails_names_the_step_and_leaves_nothing_behind_either) {
