@@ -62,23 +62,39 @@ absl::Status check_listen_address(const char* option, const std::string& address
   return not_ours(option, address, error);
 }
 
-absl::StatusOr<FileDescriptor> listen_tcp(const char* option, const std::string& address) {
+absl::StatusOr<std::vector<FileDescriptor>> listen_tcp_everywhere(const char* option, const std::string& address) {
   const absl::StatusOr<Addresses> found = resolve(option, address);
   if (!found.ok()) return found.status();
+  std::vector<FileDescriptor> listeners;
   int error = 0;
-  for (const addrinfo* entry = found->get(); entry != nullptr; entry = entry->ai_next) {
+  for (const addrinfo* entry = found->get(); entry != nullptr && error != EADDRINUSE; entry = entry->ai_next) {
+    bool again = false;  // a hosts file may name one address twice
+    for (const addrinfo* before = found->get(); before != entry; before = before->ai_next) {
+      again = again || (before->ai_addrlen == entry->ai_addrlen && std::memcmp(before->ai_addr, entry->ai_addr, entry->ai_addrlen) == 0);
+    }
+    if (again) continue;
     FileDescriptor socket(::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     const int on = 1;
     if (socket.is_open()) (void)::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (socket.is_open() && ::bind(socket.get(), entry->ai_addr, entry->ai_addrlen) == 0 && ::listen(socket.get(), kBacklog) == 0)
-      return socket;
-    error = errno;
+    if (socket.is_open() && ::bind(socket.get(), entry->ai_addr, entry->ai_addrlen) == 0 && ::listen(socket.get(), kBacklog) == 0) {
+      listeners.push_back(std::move(socket));
+    } else {
+      error = errno;
+    }
   }
   if (error == EADDRINUSE) {
     return make_error(ErrorCode::kConflict, absl::StrCat("option ", option, ": another process listens at '", address,
                                                          "'; choose another address or another --instance"));
   }
-  return not_ours(option, address, error);
+  if (listeners.empty()) return not_ours(option, address, error);
+  return listeners;
+}
+
+absl::StatusOr<FileDescriptor> listen_tcp(const char* option, const std::string& address) {
+  absl::StatusOr<std::vector<FileDescriptor>> listeners = listen_tcp_everywhere(option, address);
+  if (!listeners.ok()) return listeners.status();
+  FileDescriptor first = std::move(listeners->front());
+  return first;
 }
 
 }  // namespace needle::server

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -16,7 +17,9 @@ namespace needle::server {
 absl::Status check_resolves(const char* option, const std::string& address);
 // That it resolves to an address of this machine. Its port is not looked at: the daemon may be running.
 absl::Status check_listen_address(const char* option, const std::string& address);
-// A listening, non-blocking TCP socket.
+// A listening, non-blocking TCP socket, at the first address that the host resolves to and this machine has.
 absl::StatusOr<FileDescriptor> listen_tcp(const char* option, const std::string& address);
+// One for each of them; never none.
+absl::StatusOr<std::vector<FileDescriptor>> listen_tcp_everywhere(const char* option, const std::string& address);
 
 }  // namespace needle::server

@@ -3,7 +3,6 @@
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
-#include <sys/stat.h>
 
 #include <atomic>
 #include <chrono>
@@ -19,6 +18,7 @@
 #include "proto/errors.h"
 #include "proto/needle.grpc.pb.h"
 #include "server/executor.h"
+#include "server/grpc_door.h"
 #include "server/wire_convert.h"
 
 namespace needle::server {
@@ -30,6 +30,7 @@ using grpc::ServerUnaryReactor;
 
 // 65,536 page names with checksums take 1.6 MB; queries of a remote read 16 KiB each.
 constexpr int kRequestBytesMax = 16 << 20;
+constexpr int kHandshakeMs = 10'000;  // a caller that has not begun to speak HTTP/2 by then is closed
 
 grpc::Status grpc_status(CallbackServerContext* context, const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
@@ -57,29 +58,25 @@ class Service::Impl {
     static std::once_flag reflection;  // process-wide: a second service (tests) must not register it twice
     std::call_once(reflection, [] { grpc::reflection::InitProtoReflectionServerBuilderPlugin(); });
     grpc::ServerBuilder builder;
-    int unix_port = 0;
-    int tcp_port = 0;
-    ::unlink(options_.unix_path.c_str());  // the attach socket beside it proves that no other daemon lives here
-    builder.AddListeningPort("unix:" + options_.unix_path, grpc::InsecureServerCredentials(), &unix_port);
-    builder.AddListeningPort(options_.tcp_address, grpc::InsecureServerCredentials(), &tcp_port);
-    builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // else a second daemon would silently share the port
+    acceptor_ = builder.experimental().AddExternalConnectionAcceptor(
+        grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, grpc::InsecureServerCredentials());
+    builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMs);
     builder.SetMaxReceiveMessageSize(kRequestBytesMax);
     builder.SetMaxSendMessageSize(-1);
     builder.RegisterService(&needle_);
     builder.RegisterService(&operator_);
     builder.RegisterService(&peer_);
     server_ = builder.BuildAndStart();
-    if (server_ == nullptr || tcp_port == 0) {
-      return make_error(ErrorCode::kConflict,
-                        absl::StrCat("cannot listen at ", options_.tcp_address, " or unix:", options_.unix_path,
-                                     "; another process may have the port: choose another --instance or --listen-grpc"));
-    }
-    ::chmod(options_.unix_path.c_str(), 0600);
+    if (server_ == nullptr) return make_error(ErrorCode::kMemory, "gRPC cannot start a server; its own lines above say why");
+    absl::StatusOr<std::unique_ptr<GrpcDoor>> door = GrpcDoor::open(options_.unix_path, options_.tcp_address, *acceptor_, doors_.log);
+    if (!door.ok()) return door.status();
+    door_ = *std::move(door);
     return absl::OkStatus();
   }
 
   void stop(int64_t deadline_ms) {
     if (server_ == nullptr) return;
+    door_.reset();
     // A wait for a ship may last minutes: what is still open at the deadline is answered here, or Shutdown would wait for it.
     std::thread cutter([this, deadline_ms] {
       const Condition::Time until = std::chrono::steady_clock::now() + std::chrono::milliseconds(deadline_ms);
@@ -861,7 +858,9 @@ class Service::Impl {
   NeedleService needle_;
   OperatorService operator_;
   PeerService peer_;
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
   std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<GrpcDoor> door_;
 };
 
 std::string service_libraries() {

@@ -2,8 +2,15 @@
 #include <gtest/gtest.h>
 #include <ifaddrs.h>
 #include <net/if.h>
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <cstring>
 
 #include "proto/errors.h"
+#include "server/memory/file_descriptor.h"
 #include "tests/e2e/processes.h"
 
 namespace needle::testing {
@@ -12,6 +19,7 @@ namespace {
 using client::Client;
 using client::Lease;
 using client::Ticket;
+using server::FileDescriptor;
 
 constexpr double kReclaimSeconds = 5;  // what is promised after a kill
 
@@ -505,6 +513,51 @@ TEST_F(Single, a_shrink_waits_for_every_holder_and_then_is_applied) {
     return daemon_.operate(&v1::Operator::Stub::ResizeStatus, named, &progress).ok() && progress.answer() == "APPLIED";
   }));
   EXPECT_LT(daemon_.occupancy("paged").capacity(), all);
+  daemon_.expect_sums();
+}
+
+// A caller of either gRPC socket that says nothing.
+FileDescriptor knock(const DaemonProcess& daemon, bool local) {
+  FileDescriptor caller(::socket(local ? AF_UNIX : AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un unix_address{};
+  unix_address.sun_family = AF_UNIX;
+  daemon.grpc_socket().copy(unix_address.sun_path, sizeof(unix_address.sun_path) - 1);
+  sockaddr_in tcp_address{};
+  tcp_address.sin_family = AF_INET;
+  tcp_address.sin_port = htons(static_cast<uint16_t>(daemon.grpc_port()));
+  tcp_address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const auto* address = local ? reinterpret_cast<const sockaddr*>(&unix_address) : reinterpret_cast<const sockaddr*>(&tcp_address);
+  EXPECT_EQ(::connect(caller.get(), address, local ? sizeof(unix_address) : sizeof(tcp_address)), 0) << std::strerror(errno);
+  return caller;
+}
+
+TEST_F(Single, a_crowd_that_takes_every_descriptor_does_not_shut_the_door_for_good) {
+  daemon_.start();
+  const auto open_files = [this] {
+    const std::filesystem::directory_iterator listed("/proc/" + std::to_string(daemon_.pid()) + "/fd");
+    return static_cast<rlim_t>(std::distance(begin(listed), end(listed)));
+  };
+  rlimit before{};
+  ASSERT_EQ(::prlimit(daemon_.pid(), RLIMIT_NOFILE, nullptr, &before), 0);
+  rlimit few = before;
+  few.rlim_cur = open_files() + 64 + 20;
+  ASSERT_EQ(::prlimit(daemon_.pid(), RLIMIT_NOFILE, &few, nullptr), 0);
+  std::vector<FileDescriptor> crowd;
+  for (int i = 0; i < 80; ++i) crowd.push_back(knock(daemon_, i % 2 == 0));
+  EXPECT_TRUE(eventually(10, [&] { return daemon_.log_has("fewer than 64 of"); }));
+  EXPECT_LE(open_files() + 50, few.rlim_cur) << "the last ones are for others";
+  auto engine = daemon_.attach();
+  crowd.clear();
+  EXPECT_TRUE(eventually(10, [&] { return daemon_.answers(); }));
+
+  few.rlim_cur = 3;  // now not one is left
+  ASSERT_EQ(::prlimit(daemon_.pid(), RLIMIT_NOFILE, &few, nullptr), 0);
+  crowd.push_back(knock(daemon_, true));
+  crowd.push_back(knock(daemon_, false));
+  EXPECT_TRUE(eventually(10, [&] { return daemon_.log_has("Too many open files"); }));
+  ASSERT_EQ(::prlimit(daemon_.pid(), RLIMIT_NOFILE, &before, nullptr), 0);
+  EXPECT_TRUE(eventually(10, [&] { return daemon_.answers(); }));
+  store(*engine, 150, kPage);
   daemon_.expect_sums();
 }
 
