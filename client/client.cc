@@ -423,9 +423,9 @@ class Client::ScratchPool {
     ~Loan() { pool_.give(std::move(block_)); }
     Loan(const Loan&) = delete;
     Loan& operator=(const Loan&) = delete;
-    void* bytes() const {
-      const auto address = reinterpret_cast<uintptr_t>(block_.data());
-      return reinterpret_cast<void*>((address + 63) / 64 * 64);
+    void* bytes() {
+      const uintptr_t past = reinterpret_cast<uintptr_t>(block_.data()) % 64;
+      return block_.data() + (64 - past) % 64;
     }
 
    private:
