@@ -180,6 +180,15 @@ class UcxProcess : public ::testing::TestWithParam<Fabric> {
     }
     return found;
   }
+  // What the requests of an attempt were answered, for a failure's message.
+  static std::string said(UcxNode& reader, uint32_t attempt) {
+    reader.wait_for([] { return true; });
+    std::string text = "answers:";
+    for (const auto& [id, done] : reader.fetched) {
+      if (id.attempt == attempt) text += "\n  part " + std::to_string(id.part) + ": " + done[0].status.ToString();
+    }
+    return text;
+  }
   bool all_answered(UcxNode& reader, uint32_t attempt) {
     return reader.wait_for([&] { return answers(reader, attempt, true) + answers(reader, attempt, false) == kPages / 4; });
   }
@@ -202,7 +211,7 @@ TEST_P(UcxProcess, a_source_killed_mid_ship_ends_every_request_and_its_successor
   auto source = std::make_unique<PeerProcess>(settings(1, 100), 7);
   meet(reader, *source);
   post_all(reader, *source, 5, 1);
-  ASSERT_TRUE(gate.wait_reached()) << "the ship did not begin";
+  ASSERT_TRUE(gate.wait_reached()) << "the ship did not begin; " << said(reader, 1);
   source->kill_now();
   gate.open();
   ASSERT_TRUE(all_answered(reader, 1));
@@ -233,7 +242,7 @@ TEST_P(UcxProcess, a_stopped_source_is_found_by_silence_and_serves_again_when_it
   PeerProcess source(settings(1), 7);
   meet(reader, source);
   post_all(reader, source, 5, 1);
-  ASSERT_TRUE(gate.wait_reached()) << "the ship did not begin";
+  ASSERT_TRUE(gate.wait_reached()) << "the ship did not begin; " << said(reader, 1);
   source.signal(SIGSTOP);
   gate.open();
   ASSERT_TRUE(all_answered(reader, 1));
