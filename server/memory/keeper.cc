@@ -43,7 +43,12 @@ void Keeper::run(int stop_fd) {
   for (;;) {
     std::vector<pollfd> waited = {{stop_fd, POLLIN, 0}, {listener_.get(), static_cast<short>(resting_ ? 0 : POLLIN), 0}};
     for (const auto& [fd, connection] : connections_) waited.push_back({fd, POLLIN, 0});
-    if (::poll(waited.data(), waited.size(), resting_ ? kAcceptLaterMs : -1) < 0 && errno != EINTR) return;
+    if (::poll(waited.data(), waited.size(), resting_ ? kAcceptLaterMs : -1) < 0 && errno != EINTR) {
+      // No memory, or a limit below the descriptors that are open: to end here would lose what is held.
+      log_.write(LogLevel::kError, "keeper_wait_failed", {{"cause", std::strerror(errno)}, {"again_in_ms", absl::StrCat(kAcceptLaterMs)}});
+      if (::poll(waited.data(), 1, kAcceptLaterMs) > 0) return;
+      continue;
+    }
     if (waited[0].revents != 0) return;
     for (size_t i = 2; i < waited.size(); ++i) {
       if (waited[i].revents != 0 && !serve(waited[i].fd)) connections_.erase(waited[i].fd);

@@ -404,6 +404,26 @@ TEST(Keeper, without_a_descriptor_it_rests_between_looks_and_takes_the_caller_in
   EXPECT_EQ(receive_datagram(caller.get(), 100, answer, true), ReceiveResult::kReceived);
 }
 
+TEST(Keeper, a_wait_that_fails_does_not_end_it) {
+  Folder folder;
+  RecordingLog log;
+  KeeperThread keeper(folder / "keeper.sock", log);
+  const FileDescriptor caller = knock(folder / "keeper.sock");
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit fewer_than_watched = before;
+  fewer_than_watched.rlim_cur = 1;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &fewer_than_watched), 0);
+  const bool said = say(caller, KeeperVerb::kList, "");  // wakes it: the next wait is refused
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (log.count("keeper_wait_failed") == 0 && std::chrono::steady_clock::now() < give_up) std::this_thread::yield();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_TRUE(said);
+  EXPECT_GE(log.count("keeper_wait_failed"), 1);
+  Datagram answer;
+  EXPECT_EQ(receive_datagram(caller.get(), 100, answer, true), ReceiveResult::kReceived);
+}
+
 TEST(Keeper, holds_as_many_as_the_limit_of_open_files_has_room_for_and_says_when_it_is_full) {
   Folder folder;
   RecordingLog log;
