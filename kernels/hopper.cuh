@@ -58,6 +58,10 @@ __device__ __forceinline__ void bulk_copy(void* to_shared, const void* from_glob
                "l"(from_global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
                : "memory");
 }
+// Brings `bytes` (a multiple of 16, aligned to 16) to L2.
+__device__ __forceinline__ void prefetch_bulk(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
 // One box of a three-dimensional tensor map, at (x, y, z); out-of-range parts arrive as zeros and count all the same.
 __device__ __forceinline__ void tensor_copy(void* to_shared, const void* tensor_map, int x, int y, int z, uint64_t* barrier,
                                             uint64_t policy) {

@@ -1,10 +1,10 @@
 // store on the GPU, from raw rows and from pooled rows: every number of a raw row is read once, by the one group of lanes
 // that pools it, and an entry stays in registers from there to its slot.
 //
-// Many rows of ratio 4 (prefill): a block has a stretch of rows, looks its sequence up once, finds where its entries go with
-// one thread each, and copies each octet of the next entry to shared memory while it works on the one before. Few rows
-// (decode), rows of several sequences in one stretch, and entries that reach back into the record go a general way, row by
-// row. docs/kernels-performance.md has the figures.
+// Many rows of ratio 4 (prefill): a block has a stretch of rows, looks its sequence up once and finds where its entries go
+// with one thread each; one warp asks the bulk copy engine for the rows, a ring of shared memory ahead of the warps that
+// pool and finish them. Few rows (decode), rows of several sequences in one stretch, and entries that reach back into the
+// record go a general way, row by row. docs/kernels-performance.md has the figures.
 //
 // What must stay true:
 //  1. Entries and boundaries first, records after, in stream order: the first kernel reads the records as they were.
@@ -17,6 +17,7 @@
 
 #include "base/units.h"
 #include "kernels/entry_chain.cuh"
+#include "kernels/hopper.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/store.h"
 #include "kernels/store_device.cuh"
@@ -31,12 +32,17 @@ constexpr int kRecordThreads = 512;
 constexpr int kWindowRows = 4;   // of input rows, one of which completes an entry of ratio 4
 constexpr int kPooledTurns = 4;  // rows that a group of lanes finishes, one after the other
 constexpr int kPooledTogether = 2;
-constexpr int kStretchThreadsMax = 256;
-constexpr int kStretchBlocks = 2;        // a multiprocessor
 constexpr float kBiasSpreadMax = 32.0f;  // of a channel's position bias over the rows of an entry; see pool
+
+// Of a block of store_stretch_kernel: warps that pool, beside the one that asks for rows, and warps that its registers are
+// bounded for (128 a thread).
+constexpr int kPoolWarpsMax = 10;
+constexpr int kRegisterWarps = 13;
 // Entries of a block of store_stretch_kernel.
 template <int kDims>
-inline constexpr int kStretchEntriesMax = kDims == 128 ? 72 : 48;
+inline constexpr int kStretchEntriesMax = kDims == 128 ? 144 : 96;
+constexpr int kRingUnitsMax = 32;
+constexpr int kRingUnitsMin = 2;  // what an entry is made of; more, for rows on their way
 
 // --------------------------------------------------------------------------------------------------------- pooled rows
 
@@ -355,74 +361,23 @@ __device__ __forceinline__ void pool_octet(const StoreRowsArgs& args, const Entr
   for (int i = 0; i < 8; ++i) x[i] = pooled_share(weighted[i], sum[i]);
 }
 
-// One octet of channels of the 8 rows behind an entry where all are the call's own and of one element format. They pass
-// through this thread's own places in shared memory: a row's next octet is on its way there as soon as the row was read, so
-// memory is asked evenly and registers hold one row at a time. The same numbers in the same order as pool_octet.
-template <RowElement kElement>
-struct OctetsOfCall {
-  static constexpr int kVectors = kElement == RowElement::kBf16 ? 1 : 2;  // 16-byte vectors an octet
+// Rows of a call, all of one sequence and one element format, as they lie in the ring of shared memory: units of as many
+// whole groups of 4 rows as a warp finishes entries at a time, gate rows before kv rows. An entry reads the overlap half of
+// the group before its own, which may lie in the unit before, and the current half of its own.
+template <int kDims, RowElement kElement>
+struct RingUnit {
   static constexpr int kBytes = kElement == RowElement::kBf16 ? 2 : 4;
-  static constexpr int kPlaceBytes = 32 * 16;  // of a warp's vectors side by side
-  static constexpr int kWarpBytes = 2 * kRowsPooledOverlap * kVectors * kPlaceBytes;
+  static constexpr int kVectors = kElement == RowElement::kBf16 ? 1 : 2;  // 16-byte vectors an octet
+  static constexpr int kEntries = 32 / RowOfLanes<kDims>::kLanes;
+  static constexpr int kRows = kOverlapRatio * kEntries;
+  static constexpr int kHalfBytes = kDims * kBytes;
+  static constexpr int kRowBytes = 2 * kHalfBytes;
+  static constexpr int kGroupBytes = kOverlapRatio * kRowBytes;
+  static constexpr int kKvAt = kRows * kRowBytes;
+  static constexpr int kUnitBytes = 2 * kKvAt;
+  // The group before a stretch's first entry, of which the overlap half alone is read: rows of gate and kv side by side.
+  static constexpr int kFirstGroupBytes = kGroupBytes;
 
-  __device__ __forceinline__ static uint32_t gate_place(uint32_t own, int r, int v) { return own + (2 * r * kVectors + v) * kPlaceBytes; }
-  __device__ __forceinline__ static uint32_t kv_place(uint32_t own, int r, int v) {
-    return own + ((2 * r + 1) * kVectors + v) * kPlaceBytes;
-  }
-
-  // What is copied next to the places: from row 0 on, and whether at all.
-  struct Request {
-    const std::byte* kv;
-    const std::byte* gate;
-    bool before;  // the group before, which entry 0 lacks
-    bool own;     // the group itself
-  };
-  // Rows are asked for in order, of gate and of kv each.
-  __device__ __forceinline__ static void ask_gate(uint32_t own, Request& request, const StoreRowsArgs& args, int dims, int r) {
-    if (r < kOverlapRatio ? request.before : request.own) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        copy_vector(gate_place(own, r, v), request.gate + (r < kOverlapRatio ? 0 : dims) * kBytes + 16 * v);
-      }
-    }
-    request.gate += args.gate.row_stride * kBytes;
-  }
-  __device__ __forceinline__ static void ask_kv(uint32_t own, Request& request, const StoreRowsArgs& args, int dims, int r) {
-    if (r < kOverlapRatio ? request.before : request.own) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        copy_vector(kv_place(own, r, v), request.kv + (r < kOverlapRatio ? 0 : dims) * kBytes + 16 * v);
-      }
-    }
-    request.kv += args.kv.row_stride * kBytes;
-  }
-  __device__ __forceinline__ static void copy_vector(uint32_t to, const std::byte* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  }
-  __device__ __forceinline__ static void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-  // The group before entry 0: rows that weigh nothing.
-  __device__ __forceinline__ static void put_no_group(uint32_t own) {
-    constexpr uint32_t kNoGate = kElement == RowElement::kBf16 ? 0xFF80FF80u : 0xFF800000u;  // minus infinity
-#pragma unroll
-    for (int r = 0; r < kOverlapRatio; ++r) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        put_words(gate_place(own, r, v), kNoGate);
-        put_words(kv_place(own, r, v), 0);
-      }
-    }
-  }
-  __device__ __forceinline__ static void put_words(uint32_t to, uint32_t word) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(word) : "memory");
-  }
-  __device__ __forceinline__ static uint4 vector_at(uint32_t from) {
-    uint4 vector;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w)
-                 : "r"(from)
-                 : "memory");
-    return vector;
-  }
   // The larger gates of two rows: bf16 as pairs, two in an instruction.
   __device__ __forceinline__ static uint32_t larger_gates(uint32_t one, uint32_t other) {
     uint32_t larger;
@@ -433,11 +388,21 @@ struct OctetsOfCall {
     }
     return larger;
   }
-  // `exponents`: [8 rows][2 halves of an octet][octets] vectors of bias_exponent, each half's vectors side by side.
-  // `next` is asked for on the way.
-  template <int kDims>
-  __device__ __forceinline__ static void pool(uint32_t own, const float4* exponents, int octet, const StoreRowsArgs& args, Request next,
+  // Volatile, so that the compiler keeps no fp32 gates in registers from their maximum to their shares.
+  __device__ __forceinline__ static uint4 vector_at(uint32_t from) {
+    uint4 vector;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w) : "r"(from));
+    return vector;
+  }
+  // One octet of channels of the 8 rows behind an entry: the same numbers in the same order as pool_octet. `before`,
+  // `before_kv` and `own` are where its gates (kv) of the two groups' first rows lie. `exponents`: [8 rows][2 halves of an octet][octets] vectors of
+  // bias_exponent, each half's vectors side by side.
+  __device__ __forceinline__ static void pool(uint32_t before, uint32_t before_kv, uint32_t own, const float4* exponents, int octet,
                                               float (&x)[8]) {
+    constexpr bool kKeepsGates = kElement == RowElement::kBf16;
+    const auto gate_at = [&](int r) { return (r < kOverlapRatio ? before : own) + (r % kOverlapRatio) * kRowBytes; };
+    const auto kv_at = [&](int r) { return (r < kOverlapRatio ? before_kv : own + kKvAt) + (r % kOverlapRatio) * kRowBytes; };
+    uint4 kept[kKeepsGates ? kRowsPooledOverlap : 1][kVectors];
     float top_gate[8];
     {
       uint4 top[kVectors];
@@ -445,7 +410,8 @@ struct OctetsOfCall {
       for (int r = 0; r < kRowsPooledOverlap; ++r) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-          const uint4 gate = vector_at(gate_place(own, r, v));
+          const uint4 gate = vector_at(gate_at(r) + 16 * v);
+          if constexpr (kKeepsGates) kept[r][v] = gate;
           if (r == 0) {
             top[v] = gate;
           } else {
@@ -464,11 +430,13 @@ struct OctetsOfCall {
       uint4 raw_kv[kVectors];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        raw_gate[v] = vector_at(gate_place(own, r, v));
-        raw_kv[v] = vector_at(kv_place(own, r, v));
+        if constexpr (kKeepsGates) {
+          raw_gate[v] = kept[r][v];
+        } else {
+          raw_gate[v] = vector_at(gate_at(r) + 16 * v);
+        }
+        raw_kv[v] = vector_at(kv_at(r) + 16 * v);
       }
-      ask_gate(own, next, args, kDims, r);
-      ask_kv(own, next, args, kDims, r);
       float gate[8];
       float value[8];
       widen_octet(raw_gate, gate);
@@ -551,30 +519,60 @@ struct EntryPlace {
   std::byte* scale;
 };
 
-// Ratio 4, many rows, kv and gate of one format: a block has a stretch of rows that nearly always are one sequence's, whose
-// whole entries its groups of lanes pool and finish, each at its own pace. Blocks with rows of several sequences, and calls
-// whose bias spreads too far, go the general way.
+// How a call's windows of rows are cut into blocks' stretches, and the ring of each.
+struct Stretches {
+  int64_t windows_each;  // of kWindowRows rows; the first `one_more` blocks have one more
+  int64_t one_more;
+  int32_t units;  // of the ring
+};
+
+// Ratio 4, many rows, kv and gate of one format: a block has a stretch of rows that nearly always are one sequence's. A thread
+// of its last warp asks for them, unit by unit. The other warps take units in turn: wait for one and for the one before it,
+// pool, give both back and finish the entries. The ring has a multiple of their number of units, so that a warp sees every
+// filling of the places that it waits for, and a barrier's parity cannot mislead it. Blocks with rows of several
+// sequences, and calls whose bias spreads too far, go the general way.
 template <int kDims, RowElement kElement, bool kUsual>
-__global__ void __launch_bounds__(kStretchThreadsMax, kStretchBlocks)
-    store_stretch_kernel(const __grid_constant__ StoreRowsArgs args, int entries) {
+__global__ void __launch_bounds__(32 * kRegisterWarps, 1)
+    store_stretch_kernel(const __grid_constant__ StoreRowsArgs args, const __grid_constant__ Stretches stretches) {
   using Row = RowOfLanes<kDims>;
-  using Octets = OctetsOfCall<kElement>;
+  using Unit = RingUnit<kDims, kElement>;
   __shared__ EntryPlace places[kStretchEntriesMax<kDims>];
   __shared__ float4 exponents[2 * kRowsPooledOverlap * Row::kOctets];
   __shared__ float4 weights[norm_dims(kDims) / 4];
-  __shared__ bool fits;  // the sequence's record expects these rows
-  extern __shared__ uint4 octets_of_warps[];
+  __shared__ uint64_t first_landed;                   // the group before the first entry is there
+  __shared__ uint64_t landed[kRingUnitsMax];          // a unit's rows are
+  __shared__ uint64_t emptied[kRingUnitsMax];         // both its readers have read it
+  __shared__ bool fits;                               // the sequence's record expects these rows
+  extern __shared__ __align__(128) std::byte ring[];  // units; then the overlap halves of the group before the first entry
+  std::byte* const first_group = ring + stretches.units * Unit::kUnitBytes;
   const EntryChain chain = chain_of_kernel<kDims, kUsual>(args.chain);
-  const int threads = static_cast<int>(blockDim.x);
   const int thread = static_cast<int>(threadIdx.x);
-  const int groups = threads / Row::kLanes;
-  const int group = thread / Row::kLanes;
-  const uint32_t own =
-      static_cast<uint32_t>(__cvta_generic_to_shared(octets_of_warps)) + thread / 32 * Octets::kWarpBytes + thread % 32 * 16;
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * entries * kWindowRows;
-  const int64_t end = min(args.rows, begin + entries * kWindowRows);
+  const int pool_threads = static_cast<int>(blockDim.x) - 32;
+  const int pool_warps = pool_threads / 32;
+  const bool asks = thread >= pool_threads;
+  if (thread == pool_threads) {
+    barrier_init(&first_landed, 1);
+    for (int u = 0; u < stretches.units; ++u) {
+      barrier_init(&landed[u], 1);
+      barrier_init(&emptied[u], 2);
+    }
+    barrier_init_done();
+  }
+  const int64_t block = static_cast<int64_t>(blockIdx.x);
+  const int64_t begin = (block * stretches.windows_each + min(block, stretches.one_more)) * kWindowRows;
+  const int windows = static_cast<int>(stretches.windows_each) + (block < stretches.one_more ? 1 : 0);
+  const int64_t end = min(args.rows, begin + int64_t{windows} * kWindowRows);
+  const int64_t kv_row_bytes = args.kv.row_stride * Unit::kBytes;
+  const int64_t gate_row_bytes = args.gate.row_stride * Unit::kBytes;
+  const bool close_together = kv_row_bytes == Unit::kRowBytes && gate_row_bytes == Unit::kRowBytes;
   wait_for_previous_kernel();
   let_next_kernel_start();
+  // The first rows come to L2 while the sequence is looked up, without which nobody knows where its groups begin.
+  if (thread == pool_threads && close_together) {
+    const uint32_t bytes = static_cast<uint32_t>(min(end - begin, static_cast<int64_t>(4 * Unit::kRows))) * Unit::kRowBytes;
+    prefetch_bulk(static_cast<const std::byte*>(args.gate.data) + begin * Unit::kRowBytes, bytes);
+    prefetch_bulk(static_cast<const std::byte*>(args.kv.data) + begin * Unit::kRowBytes, bytes);
+  }
   // Every thread looks up where the sequence lies: what it asks for then need not wait for another's answer.
   const int s = args.sequence_count == 1 ? 0 : sequence_of_row(args, begin);
   const StoreSequence& sequence = args.sequences[max(s, 0)];
@@ -583,70 +581,124 @@ __global__ void __launch_bounds__(kStretchThreadsMax, kStretchBlocks)
   const bool one = s >= 0 && begin >= row_begin && end <= row_begin + sequence.row_count;
   const bool sane =
       one && first_position >= 0 && first_position <= kStorePositionMax && sequence.table_row >= 0 && sequence.table_row < args.pages.rows;
-  bool far = false;
-  for (int c = thread; c < 2 * Row::kOctets; c += threads) {
-    const int half = c / Row::kOctets;
-    const int octet = c % Row::kOctets;
-    float4 bias[kRowsPooledOverlap];
-#pragma unroll
-    for (int r = 0; r < kRowsPooledOverlap; ++r) {
-      const int column = (r < kOverlapRatio ? 0 : kDims) + 8 * octet + 4 * half;
-      bias[r] = *reinterpret_cast<const float4*>(args.position_bias + (r % kOverlapRatio) * 2 * kDims + column);
-    }
-    float4 top = bias[0];
-    float4 low = bias[0];
-#pragma unroll
-    for (int r = 1; r < kRowsPooledOverlap; ++r) {
-      top = {fmaxf(top.x, bias[r].x), fmaxf(top.y, bias[r].y), fmaxf(top.z, bias[r].z), fmaxf(top.w, bias[r].w)};
-      low = {fminf(low.x, bias[r].x), fminf(low.y, bias[r].y), fminf(low.z, bias[r].z), fminf(low.w, bias[r].w)};
-    }
-    far |= spreads_too_far(top.x, low.x) || spreads_too_far(top.y, low.y) || spreads_too_far(top.z, low.z) || spreads_too_far(top.w, low.w);
-#pragma unroll
-    for (int r = 0; r < kRowsPooledOverlap; ++r) {
-      exponents[(2 * r + half) * Row::kOctets + octet] = {bias_exponent(bias[r].x, top.x), bias_exponent(bias[r].y, top.y),
-                                                          bias_exponent(bias[r].z, top.z), bias_exponent(bias[r].w, top.w)};
-    }
-  }
-  if (chain.norm != NormKind::kNone) {
-    for (int c = thread; c < norm_dims(kDims) / 4; c += threads) weights[c] = reinterpret_cast<const float4*>(chain.norm_weight)[c];
-  }
   // The one row of a window that completes an entry is the same one in all of them.
   const int64_t to_position = first_position - row_begin;  // from a row
   const int64_t first_row = begin + 3 - ((to_position + begin) & 3);
   const int64_t first_entry = (to_position + first_row) / kOverlapRatio;
   const int count = sane && first_row < end ? static_cast<int>(end - first_row + kWindowRows - 1) / kWindowRows : 0;
-  // Before this one entries reach back into the record, but for entry 0 of a sequence that begins here: they come last.
+  // Before this one entries reach back into the record, but for entry 0 of a sequence that begins here: the general way.
   const int64_t whole_entry = first_position == 0 ? 0 : (first_position + kOverlapRatio - 1) / kOverlapRatio + 1;
   const int whole_from = static_cast<int>(min(max(whole_entry - first_entry, int64_t{0}), static_cast<int64_t>(count)));
-  const auto is_whole = [&](int i) { return i >= whole_from && i < count; };
-
-  // Octet t of entry i. Of the next entry the rows lie 4 x groups on.
-  const int64_t kv_row_bytes = args.kv.row_stride * Octets::kBytes;
-  const int64_t gate_row_bytes = args.gate.row_stride * Octets::kBytes;
-  const int64_t group_row = first_row - (kRowsPooledOverlap - 1) + kWindowRows * group;
-  const std::byte* kv_rows = static_cast<const std::byte*>(args.kv.data) + group_row * kv_row_bytes + 8 * Row::lane() * Octets::kBytes;
-  const std::byte* gate_rows =
-      static_cast<const std::byte*>(args.gate.data) + group_row * gate_row_bytes + 8 * Row::lane() * Octets::kBytes;
-  const int64_t kv_step = kv_row_bytes * (kWindowRows * groups);
-  const int64_t gate_step = gate_row_bytes * (kWindowRows * groups);
-  const int no_group_before = first_entry == 0 ? 0 : -1;  // the entry that is a sequence's first
-  const auto request_of = [&](int i, int t) {
-    constexpr int kTurnBytes = 8 * Row::kLanes * Octets::kBytes;
-    return typename Octets::Request{kv_rows + t * kTurnBytes, gate_rows + t * kTurnBytes, is_whole(i) && i != no_group_before, is_whole(i)};
+  const int units = (count - whole_from + Unit::kEntries - 1) / Unit::kEntries;
+  const bool no_group_before = first_entry + whole_from == 0;
+  const bool finishes = chain.component.rope == RopeStyle::kNone || chain.rope.positions > 0;
+  const auto in_table = [&](int i) {
+    return chain.component.rope == RopeStyle::kNone || (first_entry + i) * kOverlapRatio < chain.rope.positions;
   };
-  if (thread < 32) {
-    StateHeader header;
-    const StoreSequence whole = sequence;
-    const bool fit = sane && sequence_is_sound(args, whole) && device_sequence_fits(args, whole, &header);
-    if (thread == 0) fits = fit;
+
+  const uint64_t once = cache_evict_first();
+  const auto ask_for_first_group = [&] {
+    if (no_group_before) {  // put there already
+      barrier_arrive(&first_landed);
+      return;
+    }
+    barrier_arrive_expect(&first_landed, Unit::kFirstGroupBytes);
+    const int64_t row = first_row + int64_t{kWindowRows} * whole_from - (kRowsPooledOverlap - 1);
+#pragma unroll 1
+    for (int r = 0; r < kOverlapRatio; ++r) {
+      std::byte* const to = first_group + r * Unit::kRowBytes;
+      bulk_copy(to, static_cast<const std::byte*>(args.gate.data) + (row + r) * gate_row_bytes, Unit::kHalfBytes, &first_landed, once);
+      bulk_copy(to + Unit::kHalfBytes, static_cast<const std::byte*>(args.kv.data) + (row + r) * kv_row_bytes, Unit::kHalfBytes,
+                &first_landed, once);
+    }
+  };
+  const auto ask = [&](int u, int place) {
+    std::byte* const gates = ring + place * Unit::kUnitBytes;
+    uint64_t* const barrier = &landed[place];
+    const auto copy = [&](std::byte* to_gate, int64_t row, int at, int bytes) {
+      bulk_copy(to_gate, static_cast<const std::byte*>(args.gate.data) + row * gate_row_bytes + at, bytes, barrier, once);
+      bulk_copy(to_gate + Unit::kKvAt, static_cast<const std::byte*>(args.kv.data) + row * kv_row_bytes + at, bytes, barrier, once);
+    };
+    const int i = whole_from + u * Unit::kEntries;
+    const int64_t row = first_row + int64_t{kWindowRows} * i - (kOverlapRatio - 1);
+    const bool last = u + 1 == units;
+    if (!last && close_together) {
+      barrier_arrive_expect(barrier, Unit::kUnitBytes);
+      copy(gates, row, 0, Unit::kKvAt);
+      return;
+    }
+    // Of the stretch's last group the overlap half is another block's.
+    const int rows = kOverlapRatio * min(Unit::kEntries, count - i);
+    const int whole_rows = last ? rows - kOverlapRatio : rows;
+    barrier_arrive_expect(barrier, 2 * (whole_rows * Unit::kRowBytes + (rows - whole_rows) * Unit::kHalfBytes));
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r) {
+      const int at = r < whole_rows ? 0 : Unit::kHalfBytes;
+      copy(gates + r * Unit::kRowBytes + at, row + r, at, Unit::kRowBytes - at);
+    }
+  };
+  const int at_once = min(units, stretches.units);
+  bool far = false;
+  if (asks) {
+    if (no_group_before && units > 0) {                                                        // rows that weigh nothing
+      constexpr uint32_t kNoGate = kElement == RowElement::kBf16 ? 0xFF80FF80u : 0xFF800000u;  // minus infinity
+      for (int r = 0; r < kOverlapRatio; ++r) {
+        for (int at = 16 * (thread & 31); at < Unit::kHalfBytes; at += 16 * 32) {
+          std::byte* const to = first_group + r * Unit::kRowBytes + at;
+          *reinterpret_cast<uint4*>(to) = uint4{kNoGate, kNoGate, kNoGate, kNoGate};
+          *reinterpret_cast<uint4*>(to + Unit::kHalfBytes) = uint4{0, 0, 0, 0};
+        }
+      }
+      __syncwarp();
+    }
+    if (thread == pool_threads && units > 0) {
+      ask_for_first_group();
+#pragma unroll 1
+      for (int u = 0; u < at_once; ++u) ask(u, u);
+    }
+    __syncwarp();
+  } else {
+    for (int c = thread; c < 2 * Row::kOctets; c += pool_threads) {
+      const int half = c / Row::kOctets;
+      const int octet = c % Row::kOctets;
+      float4 bias[kRowsPooledOverlap];
+#pragma unroll
+      for (int r = 0; r < kRowsPooledOverlap; ++r) {
+        const int column = (r < kOverlapRatio ? 0 : kDims) + 8 * octet + 4 * half;
+        bias[r] = *reinterpret_cast<const float4*>(args.position_bias + (r % kOverlapRatio) * 2 * kDims + column);
+      }
+      float4 top = bias[0];
+      float4 low = bias[0];
+#pragma unroll
+      for (int r = 1; r < kRowsPooledOverlap; ++r) {
+        top = {fmaxf(top.x, bias[r].x), fmaxf(top.y, bias[r].y), fmaxf(top.z, bias[r].z), fmaxf(top.w, bias[r].w)};
+        low = {fminf(low.x, bias[r].x), fminf(low.y, bias[r].y), fminf(low.z, bias[r].z), fminf(low.w, bias[r].w)};
+      }
+      far |=
+          spreads_too_far(top.x, low.x) || spreads_too_far(top.y, low.y) || spreads_too_far(top.z, low.z) || spreads_too_far(top.w, low.w);
+#pragma unroll
+      for (int r = 0; r < kRowsPooledOverlap; ++r) {
+        exponents[(2 * r + half) * Row::kOctets + octet] = {bias_exponent(bias[r].x, top.x), bias_exponent(bias[r].y, top.y),
+                                                            bias_exponent(bias[r].z, top.z), bias_exponent(bias[r].w, top.w)};
+      }
+    }
+    if (chain.norm != NormKind::kNone) {
+      for (int c = thread; c < norm_dims(kDims) / 4; c += pool_threads) weights[c] = reinterpret_cast<const float4*>(chain.norm_weight)[c];
+    }
+    if (thread / 32 == pool_warps / 2) {  // neither the first, which has the exponents, nor the last, which has places
+      StateHeader header;
+      const StoreSequence whole = sequence;
+      const bool fit = sane && sequence_is_sound(args, whole) && device_sequence_fits(args, whole, &header);
+      if (thread % 32 == 0) fits = fit;
+    }
   }
   uint32_t status = 0;
   int skipped = 0;
-  for (int i = threads - 1 - thread; i < count; i += threads) {  // by the last threads: the first have enough to do
+  for (int i = pool_threads - 1 - thread; i >= 0 && i < count; i += pool_threads) {
     EntryPlace place{nullptr, nullptr};
-    if (is_whole(i)) {
+    if (i >= whole_from) {
       uint32_t reason = kStatusBadPosition;
-      if (chain.component.rope == RopeStyle::kNone || (first_entry + i) * kOverlapRatio < chain.rope.positions) {
+      if (in_table(i)) {
         const DeviceSlot slot = device_entry_slot(args.out, args.pages, sequence.table_row, first_entry + i);
         place = {slot.data, slot.scale};
         reason = slot.status;
@@ -656,67 +708,97 @@ __global__ void __launch_bounds__(kStretchThreadsMax, kStretchBlocks)
     }
     places[i] = place;
   }
-  // A multiprocessor gives loads back in order, so that whatever is loaded after the rows waits for them: rows come last.
-  {
-    typename Octets::Request request = request_of(group, 0);
-#pragma unroll
-    for (int r = 0; r < kRowsPooledOverlap; ++r) {
-      Octets::ask_gate(own, request, args, kDims, r);
-      Octets::ask_kv(own, request, args, kDims, r);
-    }
-  }
   far = __syncthreads_or(far ? 1 : 0) != 0;
-  if (!one || far) {
-    Octets::wait();
-    if (one && !fits) return;  // said by update_records_kernel
+  const bool general = !one || far;
+  if (asks) {
+    if (thread != pool_threads) return;
+    if (general || !fits) {
+      if (units > 0) barrier_wait(&first_landed, 0);  // nothing may arrive once the block has ended
+      for (int u = 0; u < at_once; ++u) barrier_wait(&landed[u], 0);
+      return;
+    }
+    int place = 0;
+    uint32_t parity = 0;
 #pragma unroll 1
-    for (int first = 0; first < entries; first += groups) {
-      const bool has = first + group < entries;
-      store_window_out_of_line<kDims>(args, has ? begin + (first + group) * kWindowRows : -kWindowRows, kWindowRows);
+    for (int u = at_once; u < units; ++u) {
+      barrier_wait(&emptied[place], parity);
+      ask(u, place);
+      if (++place == stretches.units) {
+        place = 0;
+        parity ^= 1;
+      }
     }
     return;
   }
-  if (!fits) {
-    Octets::wait();
+  if (one && !fits) return;  // said by update_records_kernel
+  const int groups = pool_threads / Row::kLanes;
+  const int group = thread / Row::kLanes;
+  if (general) {
+#pragma unroll 1
+    for (int first = 0; first < windows; first += groups) {
+      const bool has = first + group < windows;
+      store_window_out_of_line<kDims>(args, has ? begin + int64_t{first + group} * kWindowRows : -kWindowRows, kWindowRows);
+    }
     return;
   }
   report_count(args.report, &OpReport::skipped_rows, static_cast<uint64_t>(skipped));
   report_status(args.report, status);
 
-  const bool finishes = chain.component.rope == RopeStyle::kNone || chain.rope.positions > 0;
-  const int pair = Row::kLanes == 16 ? group & 1 : 0;  // two groups of a warp go on together
+  // By the last warps: their units land last.
+  {
+    const int mine = groups - 1 - group;
+    const int first_of_warp = Row::kLanes == 16 ? mine & ~1 : mine;
 #pragma unroll 1
-  for (int i = group; i - pair < count; i += groups) {
-    const bool there = is_whole(i);
-    const EntryPlace place = there ? places[i] : EntryPlace{nullptr, nullptr};
-    const int64_t entry = first_entry + i;
-    const bool in_table = chain.component.rope == RopeStyle::kNone || entry * kOverlapRatio < chain.rope.positions;
-    const int64_t position = there && in_table ? entry * kOverlapRatio : 0;
+    for (int i = 0; first_of_warp + i < whole_from; i += groups) {
+      store_window_out_of_line<kDims>(args, mine + i < whole_from ? first_row + int64_t{mine + i} * kWindowRows : -1, 1);
+    }
+  }
+  const int of_unit = Row::kLanes == 16 ? group & 1 : 0;  // which entry of a unit
+  const uint32_t ring_at = shared_address(ring);
+  const uint32_t column = 8 * Row::lane() * Unit::kBytes;
+#pragma unroll 1
+  for (int u = thread / 32; u < units; u += pool_warps) {
+    const int turn = u / stretches.units;
+    const int place = u - turn * stretches.units;
+    const int turn_before = place == 0 ? turn - 1 : turn;
+    const int place_before = place == 0 ? stretches.units - 1 : place - 1;
+    const uint32_t own_unit = ring_at + place * Unit::kUnitBytes + column;
+    const uint32_t own = own_unit + of_unit * Unit::kGroupBytes + Unit::kHalfBytes;
+    uint32_t before = own_unit;  // of a unit's second entry the first is before
+    uint32_t before_kv = own_unit + Unit::kKvAt;
+    if (of_unit == 0) {
+      before = ring_at + place_before * Unit::kUnitBytes + (Unit::kEntries - 1) * Unit::kGroupBytes + column;
+      before_kv = before + Unit::kKvAt;
+      if (u == 0) {
+        before = shared_address(first_group) + column;
+        before_kv = before + Unit::kHalfBytes;
+      }
+    }
+    const int i = whole_from + u * Unit::kEntries + of_unit;
+    const bool there = i < count;
+    const EntryPlace to = there ? places[i] : EntryPlace{nullptr, nullptr};
+    const int64_t position = there && in_table(i) ? (first_entry + i) * kOverlapRatio : 0;
     Row row;
     ChainOperands<kDims> operands{};
-    Octets::wait();
-    if (finishes) operands.load_angles_at_once(chain, position);  // before the next rows, behind which it would come back
+    if (finishes) operands.load_angles_at_once(chain, position);
+    barrier_wait(u == 0 ? &first_landed : &landed[place_before], u == 0 ? 0 : turn_before & 1);
+    barrier_wait(&landed[place], turn & 1);
 #pragma unroll
     for (int t = 0; t < Row::kTurns; ++t) {
-      if (t > 0) Octets::wait();
-      if (i == no_group_before && there) Octets::put_no_group(own);
-      if (t + 1 == Row::kTurns) {
-        kv_rows += kv_step;
-        gate_rows += gate_step;
-      }
-      Octets::template pool<kDims>(own, exponents, Row::octet(t), args,
-                                   t + 1 < Row::kTurns ? request_of(i, t + 1) : request_of(i + groups, 0), row.x[t]);
+      constexpr int kTurnBytes = 8 * Row::kLanes * Unit::kBytes;
+      Unit::pool(before + t * kTurnBytes, before_kv + t * kTurnBytes, own + t * kTurnBytes, exponents, Row::octet(t), row.x[t]);
+    }
+    __syncwarp();
+    if ((thread & 31) == 0) {
+      if (u > 0) barrier_arrive(&emptied[place_before]);
+      barrier_arrive(&emptied[place]);
     }
     if (chain.norm != NormKind::kNone) operands.load_weights_from(weights);
     if (finishes) finish_row(chain, operands, true, position, row);
-    if (there && in_table && args.finished != nullptr) {
-      give_finished(row, args.finished + (first_row + static_cast<int64_t>(i) * kWindowRows) * args.finished_stride);
+    if (there && in_table(i) && args.finished != nullptr) {
+      give_finished(row, args.finished + (first_row + int64_t{i} * kWindowRows) * args.finished_stride);
     }
-    quantise_row(chain, row, place.data, place.scale);
-  }
-#pragma unroll 1
-  for (int i = group; i - pair < whole_from; i += groups) {
-    store_window_out_of_line<kDims>(args, i < whole_from ? first_row + static_cast<int64_t>(i) * kWindowRows : -1, 1);
+    quantise_row(chain, row, to.data, to.scale);
   }
 }
 
@@ -818,6 +900,7 @@ __global__ void __launch_bounds__(kFoldThreads) write_boundaries_kernel(const __
 __global__ void __launch_bounds__(kRecordThreads) update_records_kernel(const __grid_constant__ StoreRowsArgs args) {
   __shared__ StateHeader shared_header;
   __shared__ bool shared_fits;
+  let_next_kernel_start();  // it waits for this one's end, and so for those in front
   const StoreSequence sequence = load_past_l1(args.sequences + blockIdx.x);
   if (threadIdx.x == 0) {
     shared_fits = false;
@@ -833,12 +916,8 @@ __global__ void __launch_bounds__(kRecordThreads) update_records_kernel(const __
     }
   }
   __syncthreads();
-  const auto wait = [] {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-  };
   if (!shared_fits) {
-    wait();
+    wait_for_previous_kernel();
     return;
   }
   const StateHeader before = shared_header;
@@ -847,32 +926,37 @@ __global__ void __launch_bounds__(kRecordThreads) update_records_kernel(const __
   if (!args.speculative) after.committed = after.next;
   update_record_rows(
       args.state, sequence.record, before, after, args.position_bias,
-      [&](int64_t position) { return device_call_row(args, sequence, position); }, wait);
+      [&](int64_t position) { return device_call_row(args, sequence, position); }, [] { wait_for_previous_kernel(); });
   if (threadIdx.x == 0) *reinterpret_cast<StateHeader*>(state_record(args.state, sequence.record)) = after;
 }
 
-template <RowElement kElement>
+template <int kDims, RowElement kElement>
 absl::Status launch_stretches(const StoreRowsArgs& args, const StorePlan& plan, cudaStream_t stream) {
-  const int dims = args.chain.component.head_dim;
-  // Two blocks a multiprocessor, of as many warps as shared memory has places for.
-  const int64_t entries_max = dims == 128 ? kStretchEntriesMax<128> : kStretchEntriesMax<512>;
-  const int64_t known_bytes = (4 * kRowsPooledOverlap + 4) * dims + int64_t{sizeof(EntryPlace)} * entries_max + 128;
-  const int64_t block_bytes = (plan.shared_bytes_per_block + 1024) / kStretchBlocks - 1024;
-  constexpr int64_t kWarpBytes = OctetsOfCall<kElement>::kWarpBytes;
-  const int64_t warps = std::clamp<int64_t>((block_bytes - known_bytes) / kWarpBytes, 1, kStretchThreadsMax / 32);
-  // And all of them resident at once, if stretches may be so long.
-  const int64_t entries = div_ceil(args.rows, kWindowRows);
-  const int64_t stretch = std::clamp<int64_t>(div_ceil(entries, kStretchBlocks * plan.multiprocessors), 1, entries_max);
+  using Unit = RingUnit<kDims, kElement>;
+  // Beside the ring: places, exponents, weights, barriers.
+  constexpr int64_t kKnownBytes = int64_t{sizeof(EntryPlace)} * kStretchEntriesMax<kDims> + (4 * kRowsPooledOverlap + 4) * kDims +
+                                  16 * kRingUnitsMax + Unit::kFirstGroupBytes + 256;
+  // All blocks are resident at once, if stretches may be so long; else as many rounds of them as it takes, of equal length.
+  // Two multiprocessors are left to update_records_kernel, which has then read all it needs before the last block ends.
+  const int64_t windows = div_ceil(args.rows, kWindowRows);
+  const int64_t a_round = std::max<int64_t>(plan.multiprocessors - 2, 1);
+  const int64_t rounds = div_ceil(windows, a_round * kStretchEntriesMax<kDims>);
+  const int64_t blocks = std::min(windows, rounds * a_round);
+  Stretches stretches;
+  stretches.windows_each = windows / blocks;
+  stretches.one_more = windows % blocks;
+  const int64_t units = std::clamp<int64_t>((plan.shared_bytes_per_block - kKnownBytes) / Unit::kUnitBytes, kRingUnitsMin, kRingUnitsMax);
+  const int64_t warps = std::min<int64_t>(units, kPoolWarpsMax);
+  stretches.units = static_cast<int32_t>(units / warps * warps);
   LaunchShape shape;
-  shape.block = dim3(static_cast<unsigned>(32 * warps));
-  shape.grid = dim3(static_cast<unsigned>(div_ceil(entries, stretch)));
-  shape.shared_bytes = static_cast<size_t>(warps * kWarpBytes);
-  const bool usual = kElement == RowElement::kBf16 && is_usual(args.chain);
+  shape.block = dim3(static_cast<unsigned>(32 * (warps + 1)));
+  shape.grid = dim3(static_cast<unsigned>(blocks));
+  shape.shared_bytes = static_cast<size_t>(stretches.units) * Unit::kUnitBytes + Unit::kFirstGroupBytes;
   constexpr bool kMayBeUsual = kElement == RowElement::kBf16;
   return launch("store_rows",
-                dims == 128 ? (usual ? store_stretch_kernel<128, kElement, kMayBeUsual> : store_stretch_kernel<128, kElement, false>)
-                            : (usual ? store_stretch_kernel<512, kElement, kMayBeUsual> : store_stretch_kernel<512, kElement, false>),
-                shape, stream, args, static_cast<int>(stretch));
+                kMayBeUsual && is_usual(args.chain) ? store_stretch_kernel<kDims, kElement, kMayBeUsual>
+                                                    : store_stretch_kernel<kDims, kElement, false>,
+                shape, stream, args, stretches);
 }
 
 absl::Status launch_entries(const StoreRowsArgs& args, const StorePlan& plan, cudaStream_t stream) {
@@ -891,8 +975,13 @@ absl::Status launch_entries(const StoreRowsArgs& args, const StorePlan& plan, cu
   const int groups = dims == 128 ? kThreads / 16 : kThreads / 32;
   const int64_t blocks = div_ceil(div_ceil(args.rows, window), groups);
   if (!few && args.kv.element == args.gate.element && (dims == 128 || dims == 512)) {
-    return args.kv.element == RowElement::kBf16 ? launch_stretches<RowElement::kBf16>(args, plan, stream)
-                                                : launch_stretches<RowElement::kFp32>(args, plan, stream);
+    const bool bf16 = args.kv.element == RowElement::kBf16;
+    if (dims == 128) {
+      return bf16 ? launch_stretches<128, RowElement::kBf16>(args, plan, stream)
+                  : launch_stretches<128, RowElement::kFp32>(args, plan, stream);
+    }
+    return bf16 ? launch_stretches<512, RowElement::kBf16>(args, plan, stream)
+                : launch_stretches<512, RowElement::kFp32>(args, plan, stream);
   }
   shape.grid = dim3(static_cast<unsigned>(blocks));
   switch (dims) {

@@ -257,10 +257,9 @@ class StoreWorld {
 
   absl::Status store(const StoreTwin& twin, const std::vector<Piece>& pieces, const CallOptions& options = {}) {
     // The call's own rows: a stride wider than the row, a gap between sequences, NaN in every byte nobody should read.
-    const int64_t gap = 3;
     int64_t rows = gap;
     for (const Piece& piece : pieces) rows += piece.count + gap;
-    const int64_t row_stride = columns + 8;
+    const int64_t row_stride = columns + row_padding;
     std::vector<float> call_kv(static_cast<size_t>(rows * row_stride), std::numeric_limits<float>::quiet_NaN());
     std::vector<float> call_gate = call_kv;
     std::vector<StoreSequence> call;
@@ -393,6 +392,8 @@ class StoreWorld {
   AlignedBytes boundary_bytes;
   BoundaryView boundaries;
   OpReport report = {};
+  int64_t gap = 3;  // rows before, between and behind the sequences of a call
+  int64_t row_padding = 8;
   uint64_t wrong_sequence = 0;  // added to the right one
   uint32_t wrong_generation = 0;
   std::map<std::pair<int, int64_t>, std::vector<float>> finished;  // (sequence, entry) -> before quantisation
@@ -566,6 +567,35 @@ inline void any_chunking_gives_the_same_bytes(const StoreTwin& twin) {
     whole.run(twin, {shape.tokens});
     cut.run(twin, chunks);
     expect_same_bytes(whole, cut, describe(shape.component));
+  }
+}
+
+// Rows side by side and rows apart; calls that begin at, before and within a group.
+inline void long_runs_of_rows_give_the_bytes_of_short_ones(const StoreTwin& twin) {
+  for (const Component& component : {index_k(4, ElementFormat::kBf16), kv_of(ComponentKind::kMainKv, 4, ElementFormat::kFp8DsMla)}) {
+    for (const RowElement element : {RowElement::kBf16, RowElement::kFp32}) {
+      StoreShape shape = shape_of(component, 175, 1);
+      shape.element = element;
+      StoreWorld truth(shape, 24);
+      truth.run(reference_store(), {shape.tokens});
+      StoreWorld small(shape, 24);
+      small.run(twin, {9});
+      for (const int64_t padding : {0, 16}) {
+        for (const std::vector<int>& chunks : std::vector<std::vector<int>>{{701}, {5, 300, 396}, {400, 301}}) {
+          StoreWorld large(shape, 24);
+          large.gap = 0;
+          large.row_padding = padding;
+          large.run(twin, chunks);
+          const std::string what = describe(component) + ", rows " + std::to_string(padding) + " apart, from " + std::to_string(chunks[0]);
+          expect_same_bytes(small, large, what);
+          EXPECT_TRUE(small.finished == large.finished) << what;
+          int64_t values = 0;
+          int64_t beyond = 0;
+          expect_stored_near(large, truth, &values, &beyond);
+          EXPECT_EQ(beyond, 0) << what;
+        }
+      }
+    }
   }
 }
 
@@ -1490,6 +1520,7 @@ inline const std::vector<StoreCase>& store_cases() {
       NEEDLE_CASE(stage_rounded_values_lie_within_half_a_step_but_for_one_in_a_hundred),
       NEEDLE_CASE(rounding_modes_differ_where_they_should),
       NEEDLE_CASE(any_chunking_gives_the_same_bytes),
+      NEEDLE_CASE(long_runs_of_rows_give_the_bytes_of_short_ones),
       NEEDLE_CASE(raw_and_running_state_give_the_same_pages),
       NEEDLE_CASE(rejected_tokens_leave_no_trace),
       NEEDLE_CASE(a_run_resumed_from_a_boundary_record_gives_the_same_bytes),
