@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/index_logits.h"
 #include "tests/bench/gpu_bench_pool.h"
 
@@ -100,8 +101,15 @@ std::string rate_note(Bench& bench, double bytes, double us) {
   return text;
 }
 
+// No kernel reads keys twice as fast as memory copies: one that does has not read them.
 double time_logits(Bench& bench, const Decode& decode, int calls) {
-  return bench.us_a_call(calls, [&](int call) { return index_logits_cuda(decode.args(call), nullptr, 0, bench.stream()); });
+  const double us = bench.us_a_call(calls, [&](int call) { return index_logits_cuda(decode.args(call), nullptr, 0, bench.stream()); });
+  const double copy_us = decode.bytes() / bench.copy_bytes_a_us(static_cast<int64_t>(decode.bytes()));
+  must(us > copy_us / 2 ? absl::OkStatus()
+                        : absl::InternalError(absl::StrCat(us, " us a call, where a copy of as many bytes takes ", copy_us,
+                                                           ": the kernel did not do its work; run the tests")),
+       "index_logits_cuda");
+  return us;
 }
 
 // TFLOP/s of an 8,192-cubed bf16 product through whatever cuBLAS the machine has; nothing where it has none.
