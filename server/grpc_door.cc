@@ -8,7 +8,6 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -17,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "proto/errors.h"
 #include "server/listen_address.h"
+#include "server/memory/descriptor_passing.h"
 
 namespace needle::server {
 
@@ -26,16 +26,11 @@ constexpr int kBacklog = 128;
 constexpr int kAcceptLaterMs = 100;  // descriptors come back with the next connection that ends
 
 absl::StatusOr<FileDescriptor> listen_unix(const std::string& path) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (path.empty() || path.size() >= sizeof(address.sun_path)) {
-    return make_error(ErrorCode::kInvalid, absl::StrCat("socket path '", path, "' is ", path.size(), " bytes; the limit is ",
-                                                        sizeof(address.sun_path) - 1, ". Choose a shorter node.runtime_dir"));
-  }
-  std::memcpy(address.sun_path, path.data(), path.size());
+  const absl::StatusOr<sockaddr_un> address = unix_address(path);
+  if (!address.ok()) return address.status();
   ::unlink(path.c_str());  // the attach socket beside it proves that no other daemon lives here
   FileDescriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!socket.is_open() || ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 ||
+  if (!socket.is_open() || ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&*address), sizeof(*address)) != 0 ||
       ::chmod(path.c_str(), 0600) != 0 || ::listen(socket.get(), kBacklog) != 0) {
     return make_error(ErrorCode::kInvalid, absl::StrCat("cannot listen at ", path, ": ", std::strerror(errno)));
   }

@@ -15,9 +15,7 @@
 
 namespace needle::server {
 
-namespace {
-
-absl::StatusOr<sockaddr_un> address_of(const std::string& path) {
+absl::StatusOr<sockaddr_un> unix_address(const std::string& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path.empty() || path.size() >= sizeof(address.sun_path)) {
@@ -27,8 +25,6 @@ absl::StatusOr<sockaddr_un> address_of(const std::string& path) {
   std::memcpy(address.sun_path, path.data(), path.size());
   return address;
 }
-
-}  // namespace
 
 SendResult send_datagram(int socket, std::span<const std::byte> bytes, std::span<const int> fds, bool wait) {
   iovec part{const_cast<std::byte*>(bytes.data()), bytes.size()};
@@ -81,7 +77,7 @@ ReceiveResult receive_datagram(int socket, size_t bytes_max, Datagram& datagram,
 }
 
 absl::StatusOr<FileDescriptor> connect_seqpacket(const std::string& path) {
-  absl::StatusOr<sockaddr_un> address = address_of(path);
+  absl::StatusOr<sockaddr_un> address = unix_address(path);
   if (!address.ok()) return address.status();
   FileDescriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!socket.is_open() || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&*address), sizeof(*address)) != 0) {
@@ -91,7 +87,7 @@ absl::StatusOr<FileDescriptor> connect_seqpacket(const std::string& path) {
 }
 
 absl::StatusOr<FileDescriptor> listen_seqpacket(const std::string& path) {
-  absl::StatusOr<sockaddr_un> address = address_of(path);
+  absl::StatusOr<sockaddr_un> address = unix_address(path);
   if (!address.ok()) return address.status();
   if (connect_seqpacket(path).ok()) {
     return make_error(ErrorCode::kConflict, absl::StrCat("another process listens at ", path, "; choose another --instance"));

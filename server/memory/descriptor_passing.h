@@ -5,6 +5,8 @@
 //  2. Nothing is sent by halves: SOCK_SEQPACKET and SOCK_DGRAM take a message whole or not at all.
 #pragma once
 
+#include <sys/un.h>
+
 #include <cstddef>
 #include <span>
 #include <string>
@@ -26,6 +28,9 @@ struct Datagram {
 enum class ReceiveResult { kReceived, kWouldBlock, kGone };
 // A message longer than `bytes_max`, or with more descriptors than the kernel could hand over, counts as kGone.
 ReceiveResult receive_datagram(int socket, size_t bytes_max, Datagram& datagram, bool wait = false);
+
+// The address of a socket in the file system; INVALID where `path` is empty or longer than the kernel takes.
+absl::StatusOr<sockaddr_un> unix_address(const std::string& path);
 
 // A listening SOCK_SEQPACKET socket of mode 0600 at `path`. A stale file is replaced; a live owner is an error.
 absl::StatusOr<FileDescriptor> listen_seqpacket(const std::string& path);
