@@ -42,12 +42,14 @@ __device__ __forceinline__ int row_of_query(const IndexLogitsArgs& args, int tok
   return args.query_row != nullptr ? args.query_row[token] : token / args.queries_per_row;
 }
 
-// Entries of the chunk that the query sees.
-__device__ __forceinline__ int visible_entries(const IndexLogitsArgs& args, int token) {
+// Entries of the chunk that a query sees which may see `visible` of its row.
+__device__ __forceinline__ int entries_of_chunk(const IndexLogitsArgs& args, int visible) {
   // check_index_logits keeps entry_begin + entry_count within int32, and so is everything counted in entries or tiles.
-  const int visible = args.visible[token];
   const int begin = static_cast<int>(args.entry_begin);
   return visible <= begin ? 0 : min(visible - begin, static_cast<int>(args.entry_count));
+}
+__device__ __forceinline__ int visible_entries(const IndexLogitsArgs& args, int token) {
+  return entries_of_chunk(args, args.visible[token]);
 }
 
 __device__ __forceinline__ int tiles_of_entries(const IndexLogitsArgs& args, int entries) {
@@ -122,18 +124,20 @@ __device__ __forceinline__ TileShare share_of_block(int64_t total) {
 // find_piece() of up to kFewQueries over pages of whole tiles: every warp for itself, neighbouring queries a lane, no barrier.
 // Tiles of all of them are below 2^31 then. A block begins 1 us earlier so.
 inline constexpr int kFewQueries = 64;
-template <int kTokens>
-__device__ __forceinline__ Piece find_piece_of_few(const IndexLogitsArgs& args) {
+struct FewQueries {
+  int each, first, count;  // this lane's: [first, first + count)
+
+  __device__ __forceinline__ explicit FewQueries(const IndexLogitsArgs& args)
+      : each((args.query_count + 31) / 32), first(static_cast<int>(threadIdx.x % 32) * each), count(min(each, args.query_count - first)) {}
+};
+__device__ __forceinline__ bool has_few_queries(const IndexLogitsArgs& args) {
+  return args.query_count <= kFewQueries && args.keys.slots_per_page % kTileSlots == 0;
+}
+__device__ __forceinline__ Piece piece_of_few(const Run (&runs)[kFewQueries / 32]) {
   const int lane = threadIdx.x % 32;
-  const int each = (args.query_count + 31) / 32;
-  const int first = lane * each;
-  Run runs[kFewQueries / 32];
   int mine = 0;
 #pragma unroll
-  for (int i = 0; i < kFewQueries / 32; ++i) {
-    if (i < each && first + i < args.query_count) runs[i] = run_at<kTokens>(args, first + i);
-    mine += runs[i].tiles;
-  }
+  for (int i = 0; i < kFewQueries / 32; ++i) mine += runs[i].tiles;
   int up_to = mine;
   for (int step = 1; step < 32; step *= 2) {
     const int other = __shfl_up_sync(0xFFFFFFFFu, up_to, step);
@@ -162,11 +166,59 @@ __device__ __forceinline__ Piece find_piece_of_few(const IndexLogitsArgs& args) 
   piece.left = share.end - share.begin;
   return piece;
 }
+template <int kTokens>
+__device__ __forceinline__ Piece find_piece_of_few(const IndexLogitsArgs& args) {
+  const FewQueries mine(args);
+  Run runs[kFewQueries / 32];
+#pragma unroll
+  for (int i = 0; i < kFewQueries / 32; ++i) {
+    if (i < mine.count) runs[i] = run_at<kTokens>(args, mine.first + i);
+  }
+  return piece_of_few(runs);
+}
+
+// The same of a query a row, in two steps: lengths, and the piece that follows from them. A block that begins while the kernel before
+// still runs reads lengths as a hint, when they may still be written, and once more for good when it has ended: where they are the
+// same it knows its piece at once, and its first page ids were asked for along with them. A launch takes 1 us less so. Both are read
+// from L2, so that nothing old stays in L1; a hint that is wrong only asks for page ids that nobody uses.
+struct RowLengths {
+  int32_t visible[kFewQueries / 32];  // of this lane's queries
+
+  __device__ __forceinline__ static bool fits(const IndexLogitsArgs& args) {
+    return args.query_row == nullptr && args.queries_per_row == 1 && has_few_queries(args);
+  }
+  __device__ __forceinline__ explicit RowLengths(const IndexLogitsArgs& args) {
+    const FewQueries mine(args);
+#pragma unroll
+    for (int i = 0; i < kFewQueries / 32; ++i) {
+      visible[i] = 0;
+      if (i < mine.count) {
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(visible[i]) : "l"(args.visible + mine.first + i) : "memory");
+      }
+    }
+  }
+  __device__ __forceinline__ bool same(const RowLengths& other) const {
+    bool same = true;
+#pragma unroll
+    for (int i = 0; i < kFewQueries / 32; ++i) same = same && visible[i] == other.visible[i];
+    return __all_sync(0xFFFFFFFFu, same);
+  }
+  __device__ __forceinline__ Piece piece(const IndexLogitsArgs& args) const {
+    const FewQueries mine(args);
+    Run runs[kFewQueries / 32];
+#pragma unroll
+    for (int i = 0; i < kFewQueries / 32; ++i) {
+      const int token = mine.first + i;
+      runs[i] = {token, 1, token < args.pages.rows ? token : -1, tiles_of_entries(args, entries_of_chunk(args, visible[i]))};
+    }
+    return piece_of_few(runs);
+  }
+};
 
 // All threads of the block: finds this block's piece. `sums` is one int64 a warp, `found` where the answer lands.
 template <int kTokens, int kThreads>
 __device__ __forceinline__ Piece find_piece(const IndexLogitsArgs& args, int64_t* sums, Piece* found) {
-  if (args.query_count <= kFewQueries && args.keys.slots_per_page % kTileSlots == 0) {
+  if (has_few_queries(args)) {
     __syncthreads();  // as below: what the block has set up is there
     return find_piece_of_few<kTokens>(args);
   }
@@ -222,11 +274,17 @@ __device__ __forceinline__ TilePlace place_of_tile(const IndexLogitsArgs& args, 
   const int slot = tile % tiles_a_page * kTileSlots;
   return {first_column + page, page * slots + slot, slot, min(kTileSlots, slots - slot)};
 }
-// The page id at a column of a row, kNoPage where the table has none or the pool has no such page.
-__device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, int row, int column) {
-  if (row < 0 || column >= args.pages.pages_per_row) return kNoPage;
-  const int32_t page = __ldg(args.pages.pages + row * args.pages.row_stride + column);
+// The page id at a column of a row, kNoPage where the table has none or the pool has no such page. In two steps, as an address may be
+// known before the table may be read.
+__device__ __forceinline__ const int32_t* page_place(const IndexLogitsArgs& args, int row, int column) {
+  return row < 0 || column >= args.pages.pages_per_row ? nullptr : args.pages.pages + row * args.pages.row_stride + column;
+}
+__device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, const int32_t* place) {
+  const int32_t page = place != nullptr ? __ldg(place) : kNoPage;
   return page >= 0 && page < args.keys.page_count ? page : kNoPage;
+}
+__device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, int row, int column) {
+  return page_at(args, page_place(args, row, column));
 }
 
 // ---------------------------------------------------------------------------------------------------------------

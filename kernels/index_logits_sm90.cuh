@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
 
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 32) {  // warp 0 asks for lengths meanwhile
     for (int s = 0; s < stages; ++s) {
       barrier_init(&control.full[s], 1);
       barrier_init(&control.empty[s], 4);
@@ -180,11 +180,32 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
       tensor_map_prefetch(&query_map);
     }
   }
-  wait_for_previous_kernel();
-  let_next_kernel_start();  // only now: select_by_maxima reads lengths before it waits
-  Piece piece = find_piece<kTokens, Shape::kThreads>(args, control.sums, &control.piece);
-  if (piece.left == 0) return;
   const int first_column = static_cast<int>(args.entry_begin) / args.keys.slots_per_page;
+  // Where the page id of a piece's tile stands; nullptr past its end in this run.
+  const auto page_place_of = [&](const Piece& piece, int tile) {
+    const bool mine = tile < piece.tile + tiles_here(piece);
+    return mine ? page_place(args, piece.run.row, place_of_tile(args, first_column, tile).column) : nullptr;
+  };
+  Piece piece;
+  bool hint_holds = false;
+  int32_t hinted_page = kNoPage;  // of the feeding warp's first tiles
+  if (RowLengths::fits(args)) {
+    const RowLengths hint(args);
+    piece = hint.piece(args);
+    const int32_t* const place = warp == 0 ? page_place_of(piece, piece.tile + lane) : nullptr;
+    wait_for_previous_kernel();
+    let_next_kernel_start();  // only now: select_by_maxima reads lengths before it waits
+    hinted_page = page_at(args, place);
+    const RowLengths lengths(args);
+    __syncthreads();  // what the block has set up is there
+    hint_holds = lengths.same(hint);
+    if (!hint_holds) piece = lengths.piece(args);
+  } else {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    piece = find_piece<kTokens, Shape::kThreads>(args, control.sums, &control.piece);
+  }
+  if (piece.left == 0) return;
 
   if (warp < 4) {
     keep_registers_at_most<Shape::kLoaderRegisters>();
@@ -198,13 +219,11 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
       uint32_t parity = 1;                       // the ring starts empty
       while (piece.left > 0) {
         const int end = piece.tile + tiles_here(piece);
-        const auto page_of = [&](int tile) {
-          return tile < end ? page_at(args, piece.run.row, place_of_tile(args, first_column, tile).column) : kNoPage;
-        };
-        int32_t next_page = page_of(piece.tile + lane);
+        int32_t next_page = hint_holds ? hinted_page : page_at(args, page_place_of(piece, piece.tile + lane));
+        hint_holds = false;
         for (int base = piece.tile; base < end; base += 32) {
           const int32_t page = next_page;
-          next_page = page_of(base + 32 + lane);
+          next_page = page_at(args, page_place_of(piece, base + 32 + lane));
           const int here = min(end - base, 32);
           const int my_stage = (stage + lane) % stages;
           const uint32_t my_parity = parity ^ (static_cast<uint32_t>((stage + lane) / stages) & 1u);

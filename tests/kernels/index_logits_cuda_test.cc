@@ -13,6 +13,7 @@
 #include "tests/kernels/device_array.h"
 #include "tests/kernels/index_logits_battery.h"
 #include "tests/kernels/index_logits_cuda_twins.h"
+#include "tests/kernels/late_words.h"
 
 namespace needle::testing {
 namespace {
@@ -68,6 +69,50 @@ TEST(IndexLogitsCudaSmall, runs_every_kernel_shape) {
           SCOPED_TRACE(absl::StrCat(wgmma ? "wgmma" : "mma", ", keys ", static_cast<int>(element), ", queries ",
                                     static_cast<int>(q_element), ", ", heads, " heads, ", queries_per_row, " queries a row"));
           expect_agrees(logits_twin(CudaTwin{"", wgmma}), problem, 2);
+        }
+      }
+    }
+  }
+}
+
+// Lengths and page ids count as the kernel before left them, however early a block begins.
+TEST(IndexLogitsCudaSmall, takes_lengths_and_pages_as_the_kernel_before_left_them) {
+  for (const bool wgmma : {true, false}) {
+    const std::string reason = cannot_run_because(CudaTwin{"", wgmma});
+    if (!reason.empty()) GTEST_SKIP() << reason;
+    for (const int queries_per_row : {1, 2}) {
+      for (const int rows : {1, 40}) {
+        SCOPED_TRACE(absl::StrCat(wgmma ? "wgmma" : "mma", ", ", rows, " rows of ", queries_per_row));
+        LogitsShape shape;
+        shape.rows = rows;
+        shape.queries_per_row = queries_per_row;
+        LogitsProblem problem(shape, 44);
+        for (size_t t = 0; t < problem.visible.size(); ++t) problem.visible[t] = 250 - static_cast<int>(37 * t % 190);
+        const auto words = [&](int count, int32_t value) { return std::vector<int32_t>(static_cast<size_t>(count), value); };
+        // What stands there before: nothing, longer rows, and numbers that nothing has been checked for.
+        for (const int32_t old_length : {0, 256, 0x7FFFFFFF, -5}) {
+          const LogitsOutcome got = outcome_of(problem, [&](const IndexLogitsArgs& host) {
+            DeviceCopies copies;
+            IndexLogitsArgs args = logits_inputs(copies, host);
+            const int pages = static_cast<int>(host.pages.rows * host.pages.row_stride);
+            std::vector<int32_t> old_lengths = words(host.query_count, old_length);
+            std::vector<int32_t> old_pages = words(pages, 0x7FFFFFFF);
+            int32_t* const lengths = copies.in_out(old_lengths.data(), host.query_count);
+            int32_t* const page_ids = copies.in_out(old_pages.data(), pages);
+            args.scores = copies.in_out(host.scores, host.query_count * host.score_stride);
+            args.report = copies.in_out(host.report, 1);
+            absl::Status done = write_words_late(page_ids, args.pages.pages, pages, nullptr);
+            if (done.ok()) done = write_words_late(lengths, args.visible, host.query_count, nullptr);
+            args.visible = lengths;
+            args.pages.pages = page_ids;
+            LogitsTuning tuning;
+            tuning.wgmma = wgmma;
+            if (done.ok()) done = finish_on_device(index_logits_cuda_tuned(args, tuning, nullptr));
+            if (done.ok()) copies.read_back();
+            return done;
+          });
+          ASSERT_TRUE(got.status.ok()) << got.status;
+          EXPECT_TRUE(got.same_bits(run_twin(logits_twin(CudaTwin{"", wgmma}), problem))) << "where lengths were " << old_length;
         }
       }
     }
