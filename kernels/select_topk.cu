@@ -1,12 +1,12 @@
 // select_topk on the GPU: one read of the scores.
 //
-// A row is read once, by one block or by a cluster of blocks that take turns. Its sample is a tile of 512 bytes from each of
-// 32 or 64 strands of the row, and gives a rank key that about 2 to 3 k entries reach: the *guess*. Where shared memory holds
-// all that a block reads, its tiles are the strands' pieces one after the other, so that the sample is the first of them, all
-// are asked for at once, and a thread picks what reaches the guess from where it lies. Longer rows stream behind their sample
-// from front to back through a ring (bulk copies); each thread keeps what reaches the guess in a short list, without votes or
-// atomics, and a warp gives its lists to the block's pool when one of them is nearly full and at the end. Blocks hand their
-// pools to the leading one, which finds the exact k-th and puts the members in order by a bitmap over positions.
+// A row is read once, by one block or by a cluster of blocks that take turns. Its sample is a piece of each of 32 or 64 strands
+// of the row, and gives a rank key that about 2 to 3 k entries reach: the *guess*. Where shared memory holds all that a block
+// reads, its tiles are the strands' pieces one after the other, so that the sample is the first of them, all are asked for at
+// once, and a thread picks what reaches the guess from where it lies. Longer rows stream behind a small sample from front to
+// back through a ring (bulk copies); each thread keeps what reaches the guess in a short list, without votes or atomics, and a
+// warp gives its lists away when one of them is nearly full and at the end. What a block of a cluster finds goes straight to its
+// place in the leading block's pool, which finds the exact k-th and puts the members in order by a bitmap over positions.
 // docs/kernels-performance.md has the figures.
 //
 // What must stay true:
@@ -18,10 +18,12 @@
 //  3. Aligned 16-byte parts are copied; the up to three scores before and after them are read by threads. Nothing past a
 //     row's length is read.
 //  4. Of strands a thread reads what it copied itself: no barrier stands between a copy and its use.
-//  5. Another block's shared memory is written between two cluster barriers only: the first says that the leader has begun and
-//     that its pool is zero, the second that it is complete. A key of 0 in a pool is none.
+//  5. The leader's shared memory is written by other blocks once a cluster barrier has said that it has begun, and by
+//     asynchronous stores alone, whose bytes a barrier of the leader's counts: a block says how many it stored, once. It may end
+//     then: nobody looks into its memory.
 //  6. An instruction that all 32 warps run costs a multiprocessor eight cycles: what few can do is done by few.
 #include <algorithm>
+#include <cstddef>
 
 #include "absl/strings/str_cat.h"
 #include "base/units.h"
@@ -40,20 +42,30 @@ namespace {
 constexpr int kStagesMax = 4;
 constexpr int kSlotsMax = 32;  // entries that a thread's list may hold
 constexpr int kClusterMax = 16;
-constexpr int kStrandsAWarp = 2;   // and so 16-byte vectors of a tile that are a thread's
-constexpr int kPieceVectors = 32;  // of a strand in a tile: a warp's neighbouring vectors
+constexpr int kStrandsAWarp = 2;  // and so 16-byte vectors of a tile that are a thread's
+constexpr int kPieceVectorsLog2 = 5;
+constexpr int kPieceVectors = 1 << kPieceVectorsLog2;  // of a strand in a tile: a warp's neighbouring vectors
+constexpr int kSampleStrands = 64;                     // of a row that is streamed
+constexpr int kSamplePieceLog2Min = 3;                 // vectors of a strand in the sample
+constexpr int kSampleHits = 16;
 constexpr int kSampleGroupsMax = 128;
-constexpr int kGroupsOfPiece = 16;  // a piece's scores go to so many groups, neighbours together
-constexpr int kRankThreadsLog2 = 8;
+constexpr int kGroupsOfPieceLog2 = 4;  // a piece's scores go to so many groups, neighbours together
+constexpr int kGroupsOfPiece = 1 << kGroupsOfPieceLog2;
+constexpr int kRankThreadsLog2 = 9;
 constexpr int kRankThreads = 1 << kRankThreadsLog2;  // who rank the groups
 constexpr float kSampleSigmas = 4.5f;                // of the group count that may lie below the guess: about 1 row in 1e5 reruns
 
 template <int kThreads>
 inline constexpr int kTileVectors = kThreads* kStrandsAWarp;
 template <int kThreads>
+inline constexpr int kTileVectorsLog2 = kThreads == 1024 ? 11 : 10;
+static_assert(kTileVectors<1024> == 1 << kTileVectorsLog2<1024> && kTileVectors<512> == 1 << kTileVectorsLog2<512>);
+template <int kThreads>
+inline constexpr int kSamplePieceLog2Max = kThreads == 1024 ? 5 : 4;  // two vectors a thread
+template <int kThreads>
 inline constexpr int kTileBytes = 16 * kTileVectors<kThreads>;
 
-// What the guess is made of: of each thread's first scores of the first tile (1, 2, 4 or 8 of them) the best, of 64 or 128
+// What the guess is made of: of each thread's first scores of the sample (1, 2, 4 or 8 of them) the best, of 64 or 128
 // groups of threads the best, of those the rank-th smallest. rank 0: no useful guess, take everything.
 struct SamplePlan {
   int values;
@@ -61,7 +73,7 @@ struct SamplePlan {
   int rank;
   float share;  // of the entries that should reach the guess
 };
-// How often the first tile holds the guess's score, where groups agree on it.
+// How often the sample holds the guess's score, where groups agree on it.
 struct SampleCount {
   uint32_t above;
   uint32_t equal;
@@ -76,13 +88,14 @@ struct Part {
   int length;
   int row_vectors;
   int strand;       // vectors of a strand; the last ones may have fewer or none
-  int blocks;       // of the cluster that have a part
+  int blocks_log2;  // of the cluster that have a part
   int tiles;        // of this block
+  int sample_log2;  // vectors of a strand in the sample, of a row that is streamed
   bool by_strands;  // all of them are in the ring at once
   bool guesses;     // long enough for a guess
 };
 // What a block of the cluster leaves to the leader beside keys.
-struct PoolFacts {
+struct alignas(16) PoolFacts {
   uint64_t guess;
   uint32_t count;  // of keys, be it more than there was room for
   uint32_t order_max;
@@ -94,16 +107,18 @@ struct PoolFacts {
 struct alignas(16) RowShared {
   uint64_t tile_landed[kStagesMax];
   uint64_t tile_taken[kStagesMax];
-  uint32_t group_best[kSampleGroupsMax];  // as order bits
+  uint32_t group_best[kSampleGroupsMax];  // as order bits; read by vectors
   PoolFacts pools[kClusterMax];           // of the cluster's blocks
+  uint64_t handed;                        // where they arrive
   VisibleRow visible;
   Part part;
   SamplePlan sample;
   SampleCount sampled;
   uint32_t guess_order;
   uint32_t guess_ties;  // groups whose best is the guess's score
-  uint32_t reaching;    // keys of a cluster's pools that reach the highest guess
 };
+
+static_assert(offsetof(RowShared, group_best) % 16 == 0);
 
 __device__ __forceinline__ RowShared& row_shared(int capacity) { return *reinterpret_cast<RowShared*>(select_keys() + capacity); }
 
@@ -115,15 +130,65 @@ __device__ __forceinline__ uint32_t address_in_block(const void* pointer, uint32
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
   return address;
 }
-__device__ __forceinline__ void store_in_block(uint32_t address, uint64_t value) {
-  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+// Stores whose bytes a barrier of that block's counts as they land.
+__device__ __forceinline__ void store_in_block(uint32_t address, uint64_t value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(address), "l"(value), "r"(barrier)
+               : "memory");
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void expect_in_block(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Barriers that were made are seen, with barrier_inits_visible() before; nothing else is handed round.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+
+// Where a block's keys go: its own pool, or its place in the leader's.
+struct PoolPlace {
+  uint32_t keys;  // shared address
+  uint32_t capacity;
+  uint32_t barrier;  // of the leader's, where they are handed over; 0: they are not
+
+  // What there is no room for is counted and not written.
+  __device__ __forceinline__ void put(bool there, uint32_t place, uint64_t key) const {
+    if (!there || place >= capacity) return;
+    if (barrier != 0) {
+      store_in_block(keys + 8 * place, key, barrier);
+    } else {
+      asm volatile("st.shared.u64 [%0], %1;" ::"r"(keys + 8 * place), "l"(key) : "memory");
+    }
+  }
+};
+// Puts the keys of a warp's lanes, `count` a lane, where the block has room. next() gives a lane's next key, and anything when
+// there is none: two at a time, as their instructions wait for each other otherwise.
+template <class Next>
+__device__ __forceinline__ void put_keys(const PoolPlace& pool, uint32_t count, const Next& next) {
+  const uint32_t total = __reduce_add_sync(0xFFFFFFFFu, count);
+  if (total == 0) return;
+  uint32_t to = add_for_warp(&select_shared().count, total);
+  unsigned below = lanes_below();
+  asm volatile("" : "+r"(below));  // asked for once
+  uint32_t order_max = 0;
+#pragma unroll 1
+  for (uint32_t given = 0;; given += 2) {
+    const unsigned first = __ballot_sync(0xFFFFFFFFu, given < count);
+    const unsigned second = __ballot_sync(0xFFFFFFFFu, given + 1 < count);
+    if (first == 0) break;
+    const uint64_t key = next();
+    const uint64_t after = next();
+    order_max = max(order_max, given < count ? order_bits_of_key(key) : 0u);
+    order_max = max(order_max, given + 1 < count ? order_bits_of_key(after) : 0u);
+    pool.put(given < count, to + static_cast<uint32_t>(__popc(first & below)), key);
+    to += static_cast<uint32_t>(__popc(first));
+    pool.put(given + 1 < count, to + static_cast<uint32_t>(__popc(second & below)), after);
+    to += static_cast<uint32_t>(__popc(second));
+    __syncwarp();
+  }
+  note_order_max(order_max);
 }
 
 // --------------------------------------------------------------------------------------------------- tiles of the row
@@ -166,7 +231,7 @@ __device__ __forceinline__ TilePlace first_by_strands(const Part& part, int rank
   place.left[1] = min(part.strand, part.row_vectors - (kWarps + warp) * part.strand) - in_strand;
   place.position[0] = static_cast<uint32_t>(part.head + 4 * (warp * part.strand + in_strand));
   place.position[1] = place.position[0] + static_cast<uint32_t>(4 * kWarps * part.strand);
-  place.step = part.blocks * kPieceVectors;
+  place.step = kPieceVectors << part.blocks_log2;
   return place;
 }
 template <int kThreads>
@@ -177,7 +242,7 @@ __device__ __forceinline__ TilePlace first_from_front(const Part& part, int rank
   place.left[1] = place.left[0] - kThreads;
   place.position[0] = static_cast<uint32_t>(part.head + 4 * first);
   place.position[1] = place.position[0] + 4 * kThreads;
-  place.step = part.blocks * kTileVectors<kThreads>;
+  place.step = kTileVectors<kThreads> << part.blocks_log2;
   return place;
 }
 
@@ -194,22 +259,18 @@ __device__ __forceinline__ void ask_for_strands(const Part& part, TilePlace plac
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Tile t from the front lies in stage t + 1 of the ring, counted round: the first stage is the sample's to begin with. By one
-// thread.
+// Asks for the part's tiles [first, end) from the front: a tile lies in a stage of the ring, counted round. By one thread.
 template <int kThreads>
 __device__ __forceinline__ void ask_for_tile(RowShared& shared, float4* ring, const Part& part, int rank, int tile, int stage) {
-  const int first = (tile * part.blocks + rank) * kTileVectors<kThreads>;
+  const int first = ((tile << part.blocks_log2) + rank) * kTileVectors<kThreads>;
   const uint32_t bytes = static_cast<uint32_t>(min(kTileVectors<kThreads>, part.row_vectors - first)) * 16u;
   barrier_expect(&shared.tile_landed[stage], bytes);
   bulk_load(ring + stage * kTileVectors<kThreads>, part.vectors + first, bytes, &shared.tile_landed[stage]);
 }
-// Of the part's tiles [first, end).
 template <int kThreads>
-__device__ __forceinline__ void ask_for_tiles(RowShared& shared, float4* ring, const Part& part, int rank, int stages, int first, int end) {
+__device__ __forceinline__ void ask_for_first_tiles(RowShared& shared, float4* ring, const Part& part, int rank, int first, int end) {
 #pragma unroll 1
-  for (int tile = first; tile < min(end, part.tiles); ++tile) {
-    ask_for_tile<kThreads>(shared, ring, part, rank, tile, tile + 1 == stages ? 0 : tile + 1);
-  }
+  for (int tile = first; tile < min(end, part.tiles); ++tile) ask_for_tile<kThreads>(shared, ring, part, rank, tile, tile);
 }
 template <int kThreads>
 __device__ __forceinline__ void init_ring(RowShared& shared, int stages) {
@@ -228,18 +289,21 @@ __device__ __forceinline__ void init_ring(RowShared& shared, int stages) {
 // k-th key about once in 1e5 rows of independent scores. Correlated neighbours only move it down, to more candidates.
 // Approximate arithmetic will do: no answer depends on it.
 template <int kThreads>
-__device__ __forceinline__ SamplePlan plan_sample(int length, int k, int strand) {
-  constexpr int kValuesLog2Max = 3;
-  static_assert(1 << kValuesLog2Max == 4 * kStrandsAWarp, "a thread's share of a tile");
+__device__ __forceinline__ SamplePlan plan_sample(const Part& part, int k) {
+  const int length = part.length;
+  const int vectors = kSampleStrands << part.sample_log2;
+  // Who has a vector of it; by strands each has two.
+  const int holders = part.by_strands ? kThreads / kPieceVectors * min(part.strand, kPieceVectors) : min(vectors, kThreads);
+  const int values_log2_max = part.by_strands || vectors > kThreads ? 3 : 2;
   SamplePlan plan;
   const float entry_share = __fdividef(static_cast<float>(k), static_cast<float>(length));
   // Candidates cost by their number: many groups for many candidates.
   const bool many = k > 512;
   plan.groups_log2 = many ? 7 : 6;
   const float groups = many ? 128.0f : 64.0f;
-  const float threads = (kThreads / 32.0f) * static_cast<float>(min(strand, kPieceVectors)) / groups;  // of a group
+  const float threads = static_cast<float>(holders) / groups;  // of a group
   const float a_thread = __fdividef(many ? 1.0f : 0.7f, threads * entry_share);
-  const int values_log2 = a_thread < 1.0f ? 0 : min(31 - __clz(static_cast<int>(a_thread)), kValuesLog2Max);
+  const int values_log2 = a_thread < 1.0f ? 0 : min(31 - __clz(static_cast<int>(a_thread)), values_log2_max);
   plan.values = 1 << values_log2;
   const float group_scores = threads * static_cast<float>(plan.values);
   const float below = exp2f(group_scores * __log2f(1.0f - entry_share));
@@ -250,37 +314,74 @@ __device__ __forceinline__ SamplePlan plan_sample(int length, int k, int strand)
   return plan;
 }
 
-// A rank key that about 2 to 3 k entries reach, for every thread, from the first tile. A group's pieces are spread over the
-// whole row, so that groups are alike however scores drift with position, and a run of high scores is in few of them. Where
-// groups agree on the guess's score, the tile tells what share of its equals is wanted; spread evenly over the row, that share
-// lies before a position. `when_back` is called once this thread's scores are back. Two block barriers, or three.
+// This thread's scores of the sample: two vectors at most.
+struct OwnSample {
+  uint32_t at;    // shared address of the first; the second lies kThreads further on
+  bool there[2];  // false: no such vector
+  int strand;     // decides with `lane` to which group the scores belong
+  int lane;       // of the piece's kGroupsOfPiece or fewer parts
+  int lanes_log2;
+};
+// Of a part by strands: its first tile.
+template <int kThreads>
+__device__ __forceinline__ OwnSample sample_of_strands(const Part& part, const TilePlace& place, uint32_t ring) {
+  const int lane = static_cast<int>(threadIdx.x & 31u);
+  const int of_piece = part.strand >= kPieceVectors ? lane / (kPieceVectors / kGroupsOfPiece) : lane * kGroupsOfPiece / part.strand;
+  return {ring, {place.left[0] > 0, place.left[1] > 0}, static_cast<int>(threadIdx.x / 32), of_piece, kGroupsOfPieceLog2};
+}
+// Of a row that is streamed: a piece of each of 64 strands, asked for here. It lies where the lists will.
+template <int kThreads>
+__device__ __forceinline__ OwnSample ask_for_sample(const Part& part, int rank, uint32_t memory) {
+  const int strand_vectors = (part.row_vectors + kSampleStrands - 1) / kSampleStrands;
+  const int piece_log2 = part.sample_log2;
+  const int in_piece = static_cast<int>(threadIdx.x) & ((1 << piece_log2) - 1);
+  OwnSample own;
+  own.at = memory + threadIdx.x * 16;
+  own.strand = static_cast<int>(threadIdx.x) >> piece_log2;
+  own.lanes_log2 = min(piece_log2, kGroupsOfPieceLog2);
+  own.lane = in_piece >> (piece_log2 - own.lanes_log2);
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+    const int strand = own.strand + v * (kThreads >> piece_log2);
+    const int vector = strand * strand_vectors + (rank << piece_log2) + in_piece;
+    own.there[v] = strand < kSampleStrands && vector < part.row_vectors;
+    if (own.there[v]) copy_vector(own.at + v * kThreads * 16, part.vectors + vector);
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  asm volatile("cp.async.commit_group;" ::: "memory");  // there is no other group, as copies_landed() counts them
+  return own;
+}
+
+// A rank key that about 2 to 3 k entries reach, for every thread, from the sample. A group's pieces are spread over the whole
+// row, so that groups are alike however scores drift with position, and a run of high scores is in few of them. Where groups
+// agree on the guess's score, the sample tells what share of its equals is wanted; spread evenly over the row, that share lies
+// before a position. `when_back` is called once this thread's scores are back. Two block barriers, or three.
 template <int kThreads, class WhenBack>
-__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const TilePlace& sample, uint32_t ring,
+__device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Part& part, const OwnSample& sample,
                                                     const WhenBack& when_back) {
   const SamplePlan plan = shared.sample;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const float none = __uint_as_float(kAbsentScoreBits);
   copies_landed<false>();
   when_back();
-  float4 first = load_shared_vector(ring);
-  float4 second = load_shared_vector(ring + kThreads * 16);
-  if (sample.left[0] <= 0) first = float4{none, none, none, none};
-  if (sample.left[1] <= 0) second = float4{none, none, none, none};
+  float4 first = load_shared_vector(sample.at);
+  float4 second = load_shared_vector(sample.at + kThreads * 16);
+  if (!sample.there[0]) first = float4{none, none, none, none};
+  if (!sample.there[1]) second = float4{none, none, none, none};
   float best = first.x;  // fmaxf() ignores NaN
   if (plan.values >= 2) best = fmaxf(best, first.y);
   if (plan.values >= 4) best = fmaxf(best, fmaxf(first.z, first.w));
   if (plan.values >= 8) best = fmaxf(best, fmaxf(fmaxf(second.x, second.y), fmaxf(second.z, second.w)));
   const uint32_t best_order = order_bits_of(best);
-  const int in_piece = part.strand >= kPieceVectors ? lane / (kPieceVectors / kGroupsOfPiece) : lane * kGroupsOfPiece / part.strand;
-  const int piece = static_cast<int>(threadIdx.x) / 32 & ((1 << plan.groups_log2) / kGroupsOfPiece - 1);
-  const int group_here = piece * kGroupsOfPiece + in_piece;
+  const int classes = (1 << plan.groups_log2) >> sample.lanes_log2;  // of strands
+  const int group_here = (sample.strand & (classes - 1)) << sample.lanes_log2 | sample.lane;
   if (best_order != 0) {
     asm volatile("red.relaxed.cta.shared::cta.max.u32 [%0], %1;" ::"r"(shared_address(&shared.group_best[group_here])), "r"(best_order)
                  : "memory");
   }
   __syncthreads();
   if (threadIdx.x < kRankThreads) {
-    // Rank of each group's best among all, by two or four neighbouring threads.
+    // Rank of each group's best among all, by four or eight neighbouring threads.
     const int sharers_log2 = kRankThreadsLog2 - plan.groups_log2;
     const int sharer = static_cast<int>(threadIdx.x) & ((1 << sharers_log2) - 1);
     const int group = static_cast<int>(threadIdx.x) >> sharers_log2;
@@ -288,7 +389,7 @@ __device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Par
     const uint4* const bests = reinterpret_cast<const uint4*>(shared.group_best);
     uint32_t counted = 0;  // smaller ones, and 65,536 for each equal one
     const auto count = [&](uint32_t there) { counted += there < own ? 1u : there == own ? 65536u : 0u; };
-#pragma unroll 4
+#pragma unroll 2
     for (int other = sharer; other < (1 << plan.groups_log2) / 4; other += 1 << sharers_log2) {
       const uint4 four = bests[other];
       count(four.x);
@@ -297,7 +398,8 @@ __device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Par
       count(four.w);
     }
     counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 1);
-    if (sharers_log2 == 2) counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 2);
+    counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 2);
+    if (sharers_log2 == 3) counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 4);
     const int smaller = static_cast<int>(counted % 65536u);
     const int equal = static_cast<int>(counted / 65536u);
     if (sharer == 0 && smaller < plan.rank && plan.rank <= smaller + equal) {  // equal ones say the same
@@ -320,7 +422,7 @@ __device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Par
     }
     above = __reduce_add_sync(0xFFFFFFFFu, above);
     equal = __reduce_add_sync(0xFFFFFFFFu, equal);
-    const uint32_t all = __reduce_add_sync(0xFFFFFFFFu, (sample.left[0] > 0 ? 4u : 0u) + (sample.left[1] > 0 ? 4u : 0u));
+    const uint32_t all = __reduce_add_sync(0xFFFFFFFFu, (sample.there[0] ? 4u : 0u) + (sample.there[1] ? 4u : 0u));
     if (lane == 0) {
       atomicAdd(&shared.sampled.above, above);
       atomicAdd(&shared.sampled.equal, equal);
@@ -356,10 +458,10 @@ __device__ __noinline__ uint32_t sift_list(uint64_t* list, uint32_t held, uint64
   return own;
 }
 
-// A warp's lists, `held` positions and scores a thread from key `first` of shared memory on, go to the pool as keys. What the
-// pool has no room for is counted and not written. Called by whole warps.
+// A warp's lists, `held` positions and scores a thread from key `first` of shared memory on, go to the pool as keys. Called by
+// whole warps.
 template <int kThreads>
-__device__ __noinline__ void give_lists(uint32_t first, uint32_t held, uint64_t threshold, uint32_t capacity) {
+__device__ __noinline__ void give_lists(uint32_t first, uint32_t held, uint64_t threshold, PoolPlace pool) {
   uint64_t* const list = select_keys() + first;
   bool odd = static_cast<uint32_t>(threshold) != 0;  // positions decide
 #pragma unroll 1
@@ -368,24 +470,16 @@ __device__ __noinline__ void give_lists(uint32_t first, uint32_t held, uint64_t 
     odd = odd || score != score;
   }
   if (__any_sync(0xFFFFFFFFu, odd)) held = sift_list<kThreads>(list, held, threshold);
-  const uint32_t up_to = inclusive_over_warp(held);
-  uint32_t place = 0;
-  if ((threadIdx.x & 31u) == 31 && up_to != 0) place = add_shared(&select_shared().count, up_to);
-  place = __shfl_sync(0xFFFFFFFFu, place, 31) + up_to - held;
-  uint32_t order_max = 0;
-#pragma unroll 1
-  for (uint32_t i = 0; i < held; ++i) {
-    const uint2 pair = *reinterpret_cast<const uint2*>(&list[i * kThreads]);
-    const uint64_t key = rank_key_of(__uint_as_float(pair.y), pair.x);
-    order_max = max(order_max, order_bits_of_key(key));
-    if (place + i < capacity) select_keys()[place + i] = key;
-  }
-  __syncwarp();
-  note_order_max(order_max);
+  const uint64_t* next = list;
+  put_keys(pool, held, [&] {
+    const uint2 pair = *reinterpret_cast<const uint2*>(next);
+    next += kThreads;
+    return rank_key_of(__uint_as_float(pair.y), pair.x);
+  });
 }
 
 // The up to six scores around the aligned ones that reach the threshold go to the pool. By one warp.
-__device__ __noinline__ void offer_edges(int plan_capacity, uint32_t capacity, uint64_t threshold) {
+__device__ __noinline__ void offer_edges(int plan_capacity, PoolPlace pool, uint64_t threshold) {
   const Part& part = row_shared(plan_capacity).part;
   const int i = static_cast<int>(threadIdx.x & 31u);
   const int position = i < 4 ? i : part.head + 4 * part.row_vectors + i - 4;
@@ -395,7 +489,7 @@ __device__ __noinline__ void offer_edges(int plan_capacity, uint32_t capacity, u
   uint64_t key;
   const bool take = takes(valid, score, static_cast<uint32_t>(position), threshold, &key, &found);
   __syncwarp();
-  append_key(take, key, capacity);
+  put_keys(pool, take ? 1u : 0u, [&] { return key; });
   found.note();
 }
 
@@ -423,9 +517,7 @@ struct OwnScores {
 
   __device__ __forceinline__ float score(uint32_t i) const {
     float value;
-    asm volatile("ld.shared.f32 %0, [%1];"
-                 : "=f"(value)
-                 : "r"(ring + (i >> 3) * kTileBytes<kThreads> + (i >> 2 & 1u) * (kThreads * 16) + (i & 3u) * 4));
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(ring + (i >> 2) * (kThreads * 16) + (i & 3u) * 4));
     return value;
   }
   __device__ __forceinline__ uint32_t position(uint32_t i) const {
@@ -452,15 +544,17 @@ __device__ __noinline__ uint32_t sift_flags(OwnScores<kThreads> own, uint32_t fl
 // A part by strands, all of which lies in shared memory: what reaches the threshold goes to the block's pool. A flag a score;
 // a block barrier must follow.
 template <int kThreads>
-__device__ __forceinline__ void pick_from_part(const Part& part, const OwnScores<kThreads>& own, uint32_t capacity, uint64_t threshold) {
+__device__ __forceinline__ void pick_from_part(const Part& part, const OwnScores<kThreads>& own, const PoolPlace& pool,
+                                               uint64_t threshold) {
   static_assert(kStagesMax * kStrandsAWarp * 4 <= 32, "a flag a score");
   const Bars bars(threshold);
+  const int tiles = part.tiles;
   copies_landed<true>();
   TilePlace place = own.first;
   bool odd = static_cast<uint32_t>(threshold) != 0;  // positions decide
   uint32_t flags = 0;
 #pragma unroll 1
-  for (int tile = 0; tile < part.tiles; ++tile) {
+  for (int tile = 0; tile < tiles; ++tile) {
     uint32_t here = 0;
 #pragma unroll
     for (int v = 0; v < kStrandsAWarp; ++v) {
@@ -475,22 +569,11 @@ __device__ __forceinline__ void pick_from_part(const Part& part, const OwnScores
     place.advance();
   }
   if (__any_sync(0xFFFFFFFFu, odd)) flags = sift_flags<kThreads>(own, flags, threshold);
-  const uint32_t count = static_cast<uint32_t>(__popc(flags));
-  const uint32_t up_to = inclusive_over_warp(count);
-  uint32_t to = 0;
-  if ((threadIdx.x & 31u) == 31 && up_to != 0) to = add_shared(&select_shared().count, up_to);
-  to = __shfl_sync(0xFFFFFFFFu, to, 31) + up_to - count;
-  uint32_t order_max = 0;
-#pragma unroll 1
-  for (; flags != 0; flags &= flags - 1) {
-    const uint32_t i = static_cast<uint32_t>(__ffs(static_cast<int>(flags))) - 1;
-    const uint64_t key = rank_key_of(own.score(i), own.position(i));
-    order_max = max(order_max, order_bits_of_key(key));
-    if (to < capacity) select_keys()[to] = key;
-    ++to;
-  }
-  __syncwarp();
-  note_order_max(order_max);
+  put_keys(pool, static_cast<uint32_t>(__popc(static_cast<int>(flags))), [&] {
+    const uint32_t i = static_cast<uint32_t>(max(__ffs(static_cast<int>(flags)), 1)) - 1;
+    flags &= flags - 1;
+    return rank_key_of(own.score(i), own.position(i));
+  });
 }
 
 // Streams the part from front to back, what reaches the threshold into the block's pool. Each thread keeps the scores that may
@@ -498,9 +581,10 @@ __device__ __forceinline__ void pick_from_part(const Part& part, const OwnScores
 // whatever they are. The first tiles are on their way. A block barrier must follow.
 template <int kThreads>
 __device__ __forceinline__ void stream_part(RowShared& shared, float4* ring, const Part& part, int rank, uint32_t list,
-                                            const SelectPlan& plan, uint32_t capacity, uint64_t threshold) {
+                                            const SelectPlan& plan, const PoolPlace& pool, uint64_t threshold) {
   constexpr uint32_t kListStep = kThreads * 8;
   const int stages = plan.stages;
+  const int tiles = part.tiles;
   TilePlace place = first_from_front<kThreads>(part, rank);
   const Bars bars(threshold);
   const uint32_t list_first = shared_address(select_keys() + list);
@@ -515,19 +599,18 @@ __device__ __forceinline__ void stream_part(RowShared& shared, float4* ring, con
 
   const uint32_t ring_address = shared_address(ring + threadIdx.x);
   const int late = stages > 1 ? 1 : 0;  // a stage is refilled so many tiles later, so as not to wait for slower warps
-  int stage = stages == 1 ? 0 : 1;
-  int in_round = 0;  // tiles since the ring's parity changed
+  int stage = 0;
   uint32_t parity = 0;
-  int refill = stage;
+  int refill = 0;
   uint32_t refill_parity = 0;
 #pragma unroll 1
-  for (int tile = 0; tile < part.tiles; ++tile) {
+  for (int tile = 0; tile < tiles; ++tile) {
     barrier_wait(&shared.tile_landed[stage], parity);
     const uint32_t data = ring_address + static_cast<uint32_t>(stage * kTileBytes<kThreads>);
 #pragma unroll
     for (int v = 0; v < kStrandsAWarp; ++v) {
       if (__any_sync(0xFFFFFFFFu, next > list_nearly_full)) {
-        give_lists<kThreads>(list, (next - list_first) / kListStep, threshold, capacity);
+        give_lists<kThreads>(list, (next - list_first) / kListStep, threshold, pool);
         next = list_first;
       }
       if (place.left[v] > 0) {
@@ -541,99 +624,94 @@ __device__ __forceinline__ void stream_part(RowShared& shared, float4* ring, con
       }
     }
     place.advance();
-    if (part.tiles > stages) {  // else nothing is overwritten
+    if (tiles > stages) {  // else nothing is overwritten
       __syncwarp();
       if ((threadIdx.x & 31u) == 0) barrier_arrive(&shared.tile_taken[stage]);
-      if (threadIdx.x == 0 && tile >= late && tile - late + stages < part.tiles) {
+      if (threadIdx.x == 0 && tile >= late && tile - late + stages < tiles) {
         barrier_wait(&shared.tile_taken[refill], refill_parity);
         ask_for_tile<kThreads>(shared, ring, part, rank, tile - late + stages, refill);
-        refill = refill + 1 == stages ? 0 : refill + 1;
-        if (refill == (stages == 1 ? 0 : 1)) refill_parity ^= 1u;
+        if (++refill == stages) {
+          refill = 0;
+          refill_parity ^= 1u;
+        }
       }
       __syncwarp();
     }
-    if (++in_round == stages) {
-      in_round = 0;
+    if (++stage == stages) {
+      stage = 0;
       parity ^= 1u;
     }
-    stage = stage + 1 == stages ? 0 : stage + 1;
   }
-  if (__any_sync(0xFFFFFFFFu, next > list_first)) give_lists<kThreads>(list, (next - list_first) / kListStep, threshold, capacity);
+  if (__any_sync(0xFFFFFFFFu, next > list_first)) give_lists<kThreads>(list, (next - list_first) / kListStep, threshold, pool);
 }
 
-// A block's pool goes to its place in the leader's, with what the leader must know of it. The pool is complete.
-template <int kThreads>
-__device__ __forceinline__ void hand_over(RowShared& shared, int rank, uint32_t capacity, uint64_t guess) {
+// Says what a block has put into its place of the leader's pool, which is complete. By one thread.
+__device__ __forceinline__ void hand_over(RowShared& shared, int rank, int blocks, const PoolPlace& place, uint64_t guess) {
   const SelectShared& pool = select_shared();
-  const uint32_t count = pool.count;
-  const uint32_t keys = address_in_block(select_keys() + static_cast<uint32_t>(rank) * capacity, 0);
-  if (rank != 0) {
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < min(count, capacity); i += kThreads) store_in_block(keys + 8 * i, select_keys()[i]);
+  const PoolFacts facts{guess, pool.count, pool.order_max, pool.nan_count, pool.absent_count};
+  if (rank == 0) {
+    shared.pools[0] = facts;
+    // For itself, and for those that have no part.
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&shared.handed)), "r"(blocks) : "memory");
+    return;
   }
-  if (threadIdx.x == kThreads - 1) {
-    const uint32_t facts = address_in_block(&shared.pools[rank], 0);
-    store_in_block(facts, guess);
-    store_in_block(facts + 8, static_cast<uint64_t>(pool.order_max) << 32 | count);
-    store_in_block(facts + 16, static_cast<uint64_t>(pool.absent_count) << 32 | pool.nan_count);
-  }
+  const uint32_t to = address_in_block(&shared.pools[rank], 0);
+  store_in_block(to, facts.guess, place.barrier);
+  store_in_block(to + 8, static_cast<uint64_t>(facts.order_max) << 32 | facts.count, place.barrier);
+  store_in_block(to + 16, static_cast<uint64_t>(facts.absents) << 32 | facts.nans, place.barrier);
+  static_assert(offsetof(PoolFacts, absents) == 20, "three stores");
+  expect_in_block(place.barrier, 8 * min(facts.count, place.capacity) + 24);
 }
 
-// What the leader finds in its pool, for every thread.
+// What the leader finds in its pool, by every warp for itself from a block's facts a lane; thread 0 notes it there too.
 struct Handed {
   uint64_t highest_guess;
-  uint32_t reaching;  // keys that reach it
-  uint32_t held;      // keys in all
-  bool over;          // some block had more than its place holds
-  KeyShare share;     // of the first kTailThreads threads
+  uint32_t order_max;
+  uint32_t held;   // keys in all
+  KeyShare share;  // of the first kTailThreads threads
 };
-// Two block barriers.
-template <int kThreads>
-__device__ __forceinline__ Handed see_pools(RowShared& shared, int blocks, int cluster_log2, uint32_t capacity) {
+__device__ __forceinline__ Handed see_pools(const PoolFacts& facts, int cluster_log2, uint32_t capacity) {
   constexpr int kTailWarpsLog2 = 4;
   static_assert(kTailThreads == 32 << kTailWarpsLog2, "the tail's warps share the places evenly");
-  SelectShared& pool = select_shared();
   const int lane = static_cast<int>(threadIdx.x & 31u);
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  PoolFacts facts{};
-  if (lane < blocks) facts = shared.pools[lane];
   Handed handed;
   const uint32_t high = static_cast<uint32_t>(facts.guess >> 32);
   const uint32_t highest = __reduce_max_sync(0xFFFFFFFFu, high);
   const uint32_t low = __reduce_max_sync(0xFFFFFFFFu, high == highest ? static_cast<uint32_t>(facts.guess) : 0u);
   handed.highest_guess = static_cast<uint64_t>(highest) << 32 | low;
+  handed.order_max = __reduce_max_sync(0xFFFFFFFFu, facts.order_max);
   const uint32_t held = min(facts.count, capacity);
   handed.held = __reduce_add_sync(0xFFFFFFFFu, held);
-  handed.over = __any_sync(0xFFFFFFFFu, facts.count > capacity);
   // Neighbouring warps share a block's place.
   const int warps_log2 = kTailWarpsLog2 - cluster_log2;
   const int source = warp >> warps_log2;
   const uint32_t begin = static_cast<uint32_t>(source) * capacity;
   const uint32_t theirs = __shfl_sync(0xFFFFFFFFu, held, source & 31);
   handed.share = {begin + static_cast<uint32_t>((warp & ((1 << warps_log2) - 1)) * 32 + lane), 32u << warps_log2, begin + theirs};
-  uint32_t reaching = 0;
-  if (threadIdx.x < kTailThreads) {
-#pragma unroll 1
-    for (uint32_t i = handed.share.first; i < handed.share.end; i += handed.share.step) {
-      reaching += select_keys()[i] >= handed.highest_guess ? 1u : 0u;
-    }
-    __syncwarp();
-    reaching = __reduce_add_sync(0xFFFFFFFFu, reaching);
-    if (lane == 0 && reaching != 0) add_shared(&shared.reaching, reaching);
-  }
-  if (warp == kThreads / 32 - 1) {
-    const uint32_t order_max = __reduce_max_sync(0xFFFFFFFFu, facts.order_max);
+  if (threadIdx.x >= kTailThreads) handed.share.end = 0;
+  if (warp == 0) {
     const uint32_t nans = __reduce_add_sync(0xFFFFFFFFu, facts.nans);
     const uint32_t absents = __reduce_add_sync(0xFFFFFFFFu, facts.absents);
     if (lane == 0) {
-      pool.order_max = order_max;
+      SelectShared& pool = select_shared();
+      pool.order_max = handed.order_max;
       pool.nan_count = nans;
       pool.absent_count = absents;
     }
   }
-  __syncthreads();
-  handed.reaching = shared.reaching;
   return handed;
+}
+
+// What lies between the places' keys becomes 0. A barrier must follow.
+__device__ __noinline__ void zero_rest(Handed handed, uint32_t capacity) {
+  if (threadIdx.x >= kTailThreads) return;
+  const uint32_t end = handed.share.first / capacity * capacity + capacity;
+#pragma unroll 1
+  for (uint32_t i = handed.share.first; i < end; i += handed.share.step) {
+    if (i >= handed.share.end) select_keys()[i] = 0;
+  }
+  __syncwarp();
 }
 
 // --------------------------------------------------------------------------------------------------------- the kernel
@@ -651,14 +729,17 @@ __device__ __forceinline__ void plan_part(const SelectTopkArgs& args, const Sele
   part.row_vectors = (part.length - part.head) / 4;
   part.strand = (part.row_vectors + kStrands - 1) / kStrands;
   part.guesses = part.row_vectors >= kThreads && args.k < part.length;
-  part.blocks = part.guesses ? max(1, min(plan.cluster, part.strand / kPieceVectors)) : 1;  // each has a whole sample
-  const int in_strand = part.strand - rank * kPieceVectors;
-  const int strand_step = part.blocks * kPieceVectors;
-  part.by_strands = part.strand <= plan.stages * strand_step;
+  // Each block has a whole piece of each strand for a sample.
+  part.blocks_log2 = part.guesses ? min(plan.cluster_log2, 31 - __clz(max(1, part.strand / kPieceVectors))) : 0;
+  const int strand_step_log2 = kPieceVectorsLog2 + part.blocks_log2;
+  part.by_strands = part.strand <= plan.stages << strand_step_log2;
   part.guesses = part.guesses && (part.by_strands || plan.slots > 0);
-  const int in_row = part.row_vectors - rank * kTileVectors<kThreads>;
-  const int row_step = part.blocks * kTileVectors<kThreads>;
-  part.tiles = part.by_strands ? (in_strand + strand_step - 1) / strand_step : max(0, in_row + row_step - 1) / row_step;
+  const int row_step_log2 = kTileVectorsLog2<kThreads> + part.blocks_log2;
+  part.tiles = part.by_strands ? (part.strand - rank * kPieceVectors + (1 << strand_step_log2) - 1) >> strand_step_log2
+                               : max(0, part.row_vectors - rank * kTileVectors<kThreads> + (1 << row_step_log2) - 1) >> row_step_log2;
+  // Each block has its own piece of every strand.
+  const int strand_log2 = 31 - __clz(max(1, part.row_vectors / kSampleStrands));
+  part.sample_log2 = max(kSamplePieceLog2Min, min(min(plan.sample_log2, kSamplePieceLog2Max<kThreads>), strand_log2 - part.blocks_log2));
   if (threadIdx.x == 0) {
     shared.visible = visible;
     shared.part = part;
@@ -670,24 +751,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     select_topk_kernel(const __grid_constant__ SelectTopkArgs args, const __grid_constant__ SelectPlan plan) {
   RowShared& shared = row_shared(plan.capacity);
   SelectShared& pool = select_shared();
-  uint64_t* lists = reinterpret_cast<uint64_t*>(&shared + 1);
+  uint64_t* const lists = reinterpret_cast<uint64_t*>(&shared + 1);
   float4* ring = reinterpret_cast<float4*>(lists + plan.slots * kThreads);
   const int rank = plan.cluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
   const bool leader = rank == 0;
   const int64_t row = blockIdx.x >> plan.cluster_log2;
 
-  if (threadIdx.x == 0) init_ring<kThreads>(shared, plan.stages);
+  // Arguments are constants, whose lines come from memory when they are first looked at: now rather than later.
+  asm volatile("" ::"l"(args.scores), "l"(args.lengths), "r"(args.k), "l"(args.positions), "l"(args.out_stride), "r"(plan.slots));
   block_begin<kThreads>();
-  if (plan.cluster > 1 && leader) {
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < plan.capacity / 2; i += kThreads) {
-      reinterpret_cast<uint4*>(select_keys())[i] = uint4{0, 0, 0, 0};
-    }
-  }
   if (threadIdx.x < kSampleGroupsMax) shared.group_best[threadIdx.x] = 0;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == kThreads - 1) {  // not of the warp that plans
+    barrier_init(&shared.handed, static_cast<uint32_t>(plan.cluster));
+    init_ring<kThreads>(shared, plan.stages);
     shared.sampled = SampleCount{};
-    shared.reaching = 0;
   }
   __syncwarp();
   if (plan.cluster > 1) cluster_arrive();
@@ -696,90 +773,109 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (threadIdx.x < 32) plan_part<kThreads>(args, plan, row, rank, shared);
   __syncthreads();
 
-  Part part = shared.part;
+  const Part& part = shared.part;
   if (part.length == 0) {
     if (!leader) return;
     give_padding<kThreads>(args, row, 0);
     if (threadIdx.x == 0) report_status(args.report, shared.visible.status);
     return;
   }
-  if (rank >= part.blocks) return;
+  const int blocks = 1 << part.blocks_log2;
+  if (rank >= blocks) return;
 
-  uint64_t guess = 0;
-  uint32_t extent = 0;    // keys of the pool, zeros among them
-  uint32_t reaching = 0;  // those that reach the guess
-  KeyShare share{};
+  const FreeMemory memory{reinterpret_cast<uint4*>(lists),
+                          static_cast<uint32_t>(plan.slots * kThreads * 8 + plan.stages * kTileBytes<kThreads>)};
+  const bool covered = args.k < part.length && memory.covers(args, static_cast<uint32_t>(part.length));
+  CompletePool complete{};
   bool guesses = part.guesses;
   if (guesses) {
     const int stages = plan.stages;
     const uint32_t own_ring = shared_address(ring + threadIdx.x);
     const TilePlace place = first_by_strands<kThreads>(part, rank);
-    ask_for_strands<kThreads>(part, place, own_ring, part.by_strands ? part.tiles : 1);
+    OwnSample sample;
+    if (part.by_strands) {
+      ask_for_strands<kThreads>(part, place, own_ring, part.tiles);
+      sample = sample_of_strands<kThreads>(part, place, own_ring);
+    } else {
+      sample = ask_for_sample<kThreads>(part, rank, shared_address(lists));
+    }
     // Behind all of the ring's bytes the sample would wait for microseconds: a tile or two keep memory busy till it is back.
-    const int early = min(max(1, stages - 2), stages - 1);
-    if (threadIdx.x == 0 && !part.by_strands) ask_for_tiles<kThreads>(shared, ring, part, rank, stages, 0, early);
+    const int early = min(max(1, stages - 2), stages);
+    if (threadIdx.x == 0 && !part.by_strands) ask_for_first_tiles<kThreads>(shared, ring, part, rank, 0, early);
     __syncwarp();
     if (threadIdx.x / 32 == kThreads / 32 - 1) {
-      const SamplePlan sample = plan_sample<kThreads>(part.length, args.k, part.strand);
-      if (threadIdx.x == kThreads - 1) shared.sample = sample;
+      const SamplePlan planned = plan_sample<kThreads>(part, args.k);
+      if (threadIdx.x == kThreads - 1) shared.sample = planned;
     }
     __syncthreads();
     guesses = shared.sample.rank != 0;
     if (guesses) {
-      guess = guess_threshold<kThreads>(shared, part, place, own_ring, [&] {
-        if (threadIdx.x == 0 && !part.by_strands) ask_for_tiles<kThreads>(shared, ring, part, rank, stages, early, stages - 1);
+      uint64_t guess = guess_threshold<kThreads>(shared, part, sample, [&] {
+        if (threadIdx.x == 0 && !part.by_strands) ask_for_first_tiles<kThreads>(shared, ring, part, rank, early, stages);
         __syncwarp();
       });
-      if (!part.by_strands) {
-        if (threadIdx.x == 0) {  // over the sample, which everybody has
-          fence_before_bulk_store();
-          ask_for_tiles<kThreads>(shared, ring, part, rank, stages, stages - 1, stages);
-        }
-        __syncwarp();
-      }
       const uint32_t list = static_cast<uint32_t>(lists - select_keys()) + threadIdx.x;
-      const bool shares = part.blocks > 1;
-      uint32_t capacity = static_cast<uint32_t>(plan.capacity) >> (shares ? plan.cluster_log2 : 0);
-      bool over;
+      PoolPlace own{shared_address(select_keys()), static_cast<uint32_t>(plan.capacity), 0};
+      if (blocks > 1) {
+        cluster_wait();  // the leader has begun
+        own.capacity >>= plan.cluster_log2;
+        if (!leader) {
+          own.keys = address_in_block(select_keys() + static_cast<uint32_t>(rank) * own.capacity, 0);
+          own.barrier = address_in_block(&shared.handed, 0);
+        }
+      }
+      bool together = blocks > 1;
 #pragma unroll 1
       for (;;) {
-        if (rank == 0 && threadIdx.x < 32 && 4 * part.row_vectors < part.length) offer_edges(plan.capacity, capacity, guess);
+        if (rank == 0 && threadIdx.x < 32 && 4 * part.row_vectors < part.length) offer_edges(plan.capacity, own, guess);
         if (part.by_strands) {
-          pick_from_part<kThreads>(part, OwnScores<kThreads>{own_ring, place}, capacity, guess);
+          pick_from_part<kThreads>(part, OwnScores<kThreads>{own_ring, place}, own, guess);
         } else {
-          stream_part<kThreads>(shared, ring, part, rank, list, plan, capacity, guess);
+          stream_part<kThreads>(shared, ring, part, rank, list, plan, own, guess);
         }
         __syncthreads();
-        if (part.blocks > 1) {
-          cluster_wait();  // the leader has begun
-          hand_over<kThreads>(shared, rank, capacity, guess);
-          __syncwarp();
-          cluster_arrive();
-          if (!leader) return;  // nobody looks into this block's memory
-          cluster_wait();
-          const Handed handed = see_pools<kThreads>(shared, part.blocks, plan.cluster_log2, capacity);
-          guess = handed.highest_guess;
-          extent = static_cast<uint32_t>(plan.capacity);
-          reaching = handed.reaching;
-          share = handed.share;
-          over = handed.over;
-          // Too few for a bound, or no lists to read the others' shares with.
-          if (over && (handed.held < static_cast<uint32_t>(args.k) || plan.slots == 0)) {
-            reaching = 0;
-            break;
-          }
-        } else {
-          extent = pool.count;
-          reaching = extent;
-          share = share_of_run<kTailThreads>(static_cast<int>(extent));
-          over = extent > capacity;
+        if (together) {
+          if (threadIdx.x == kThreads - 1) hand_over(shared, rank, plan.cluster - blocks + 1, own, guess);
+          if (!leader) return;
         }
+        bool over;
+        bool enough = true;  // keys for a bound
+        if (together) {
+          if (covered && threadIdx.x < kTailThreads) MemberMap(memory.at, static_cast<uint32_t>(part.length)).clear();
+          barrier_wait(&shared.handed, 0);
+          PoolFacts facts{};
+          if (static_cast<int>(threadIdx.x & 31u) < blocks) facts = shared.pools[threadIdx.x & 31u];
+          over = __any_sync(0xFFFFFFFFu, facts.count > own.capacity);
+          if (!over && threadIdx.x >= kTailThreads) return;
+          const Handed handed = see_pools(facts, plan.cluster_log2, own.capacity);
+          guess = handed.highest_guess;
+          complete.share = handed.share;
+          complete.order_max = handed.order_max;
+          complete.extent = static_cast<uint32_t>(plan.capacity);
+          // No lists: the others' shares cannot be read.
+          enough = handed.held >= static_cast<uint32_t>(args.k) && plan.slots > 0;
+          if (args.order == TopkOrder::kByRank) zero_rest(handed, own.capacity);
+        } else {
+          complete.extent = pool.count;
+          complete.share = share_of_run<kTailThreads>(static_cast<int>(complete.extent));
+          complete.order_max = pool.order_max;
+          over = complete.extent > own.capacity;
+          if (covered && !over && threadIdx.x < kTailThreads) MemberMap(memory.at, static_cast<uint32_t>(part.length)).clear();
+        }
+        complete.low = max(guess, uint64_t{1});
         if (!over) break;
+        if (!enough) {
+          guesses = false;
+          if (threadIdx.x == 0) pool.overflows += 1;
+          break;
+        }
         // More reached the guess than there is room for. Keys that did are in the pool, and their k-th is a bound.
-        guess = block_kth_bound<kThreads>(share_of_run<kThreads>(plan.capacity), args.k, 1);
-        const bool all_here = part.by_strands && part.blocks == 1;
-        part.blocks = 1;
-        capacity = static_cast<uint32_t>(plan.capacity);
+        fence_before_bulk_store();  // the ring was read and perhaps cleared by threads, and is written by copies again
+        __syncthreads();
+        guess = block_kth_bound<kThreads>(together ? complete.share : share_of_run<kThreads>(plan.capacity), args.k, 1);
+        const bool all_here = part.by_strands && blocks == 1;
+        together = false;
+        own = PoolPlace{shared_address(select_keys()), static_cast<uint32_t>(plan.capacity), 0};
         __syncthreads();
         if (threadIdx.x == 0) {
           pool.count = 0;
@@ -788,41 +884,57 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           pool.absent_count = 0;
           pool.overflows += 1;
         }
-        if (!all_here) {
-          part.by_strands = false;
-          part.tiles = (part.row_vectors + kTileVectors<kThreads> - 1) / kTileVectors<kThreads>;
-          if (threadIdx.x == 0) {
-            fence_before_bulk_store();  // the ring was read by threads, and is written by copies again
-            init_ring<kThreads>(shared, stages);
-            ask_for_tiles<kThreads>(shared, ring, part, 0, stages, 0, stages);
-          }
+        if (!all_here && threadIdx.x == 0) {
+          shared.part.blocks_log2 = 0;
+          shared.part.by_strands = false;
+          shared.part.tiles = (part.row_vectors + kTileVectors<kThreads> - 1) / kTileVectors<kThreads>;
+          fence_before_bulk_store();
+          init_ring<kThreads>(shared, stages);
+          ask_for_first_tiles<kThreads>(shared, ring, part, 0, 0, stages);
         }
         __syncthreads();
       }
     } else {
       copies_landed<true>();
-      for (int tile = 0; !part.by_strands && tile < min(early, part.tiles); ++tile) barrier_wait(&shared.tile_landed[tile + 1], 0);
+      for (int tile = 0; !part.by_strands && tile < min(early, part.tiles); ++tile) barrier_wait(&shared.tile_landed[tile], 0);
       __syncthreads();
       if (!leader) return;
     }
   }
-  // Nobody could guess, or too few reached the guess: the leader reads the row slowly and surely.
-  const bool too_few = guesses && static_cast<int>(reaching) < min(args.k, part.length - static_cast<int>(pool.absent_count));
-  if (!guesses || too_few) {
-    read_part_slowly<kThreads>(part.row, 0, part.length, plan.capacity, args.k, 0);
-    guess = pool.threshold;
-    extent = pool.count;
-    reaching = extent;
-    share = share_of_run<kTailThreads>(static_cast<int>(extent));
-    if (too_few) {
-      if (threadIdx.x == 0) pool.overflows += 1;
-      __syncthreads();
-    }
-  }
   if (threadIdx.x >= kTailThreads) return;
-  give_row_of(args, shared.visible, row, static_cast<uint32_t>(part.length), guess, share, static_cast<int>(extent),
-              static_cast<int>(reaching), reinterpret_cast<uint4*>(lists),
-              static_cast<uint32_t>(plan.slots * kThreads * 8 + plan.stages * kTileBytes<kThreads>));
+
+  // By what the guess gave; where too few reached it, or nobody could guess, by reading the row slowly and surely.
+  Given given{};
+#pragma unroll 1
+  for (;;) {
+    if (!guesses) {
+      read_part_slowly<kTailThreads>(part.row, 0, part.length, plan.capacity, args.k, 0);
+      complete.extent = pool.count;
+      complete.share = share_of_run<kTailThreads>(static_cast<int>(complete.extent));
+      complete.low = max(pool.threshold, uint64_t{1});
+      complete.order_max = pool.order_max;
+      if (covered) MemberMap(memory.at, static_cast<uint32_t>(part.length)).clear();
+    }
+    uint32_t reaching;
+    if (covered) {
+      const MemberMap map(memory.at, static_cast<uint32_t>(part.length));
+      const AtOnce at_once = give_at_once(args, shared.visible, row, map, complete.share, complete.low, complete.order_max, &given.absent);
+      if (at_once.given) {
+        given.members = args.k;
+        break;
+      }
+      reaching = at_once.reaching;
+    } else {
+      reaching = count_reaching(complete.share, complete.low);
+    }
+    if (!guesses || static_cast<int>(reaching) >= min(args.k, part.length - static_cast<int>(pool.absent_count))) {
+      given = give_pool(args, shared.visible, row, static_cast<uint32_t>(part.length), complete, static_cast<int>(reaching), memory);
+      break;
+    }
+    guesses = false;
+    if (threadIdx.x == 0) pool.overflows += 1;
+  }
+  end_row(args, shared.visible, row, given.members, given.absent);
 }
 
 // ------------------------------------------------------------------------------------------------------------- merging
@@ -1012,6 +1124,10 @@ int64_t select_topk_shared_bytes(const SelectPlan& plan) {
 SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts) {
   const SelectTuning& tuning = select_tuning(facts.major);
   SelectPlan plan;
+  // A sample is as small as a fair guess allows: so many of the k best should be in it.
+  const int64_t hits = std::max(kSampleHits, args.k > 1024 ? args.k / 16 : args.k / 32);
+  plan.sample_log2 = kSamplePieceLog2Min;
+  while (plan.sample_log2 < 5 && (int64_t{4 * kSampleStrands} << plan.sample_log2) * args.k < hits * args.length_max) ++plan.sample_log2;
   // A few rows: as many blocks a row as the GPU has room for, so that every multiprocessor reads. Many: one a row.
   const int64_t rows = std::max<int64_t>(args.rows, 1);
   const int cluster_max = rows <= tuning.widest_cluster_rows_max ? tuning.cluster_max : std::min(tuning.cluster_max, 8);

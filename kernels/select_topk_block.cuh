@@ -30,6 +30,7 @@ inline constexpr int kSelectFinalists = 32;   // so many keys in the crossing bi
 struct alignas(16) SelectShared {
   uint32_t bins[kSelectBins];          // zero between calls
   uint32_t coarse[kSelectCoarseBins];  // sums of 32 bins, for warp_find_crossing(); left as they are
+  uint32_t aside[4];                   // where keys are counted that count for nothing
   uint4 crossing;
   uint64_t threshold;
   uint64_t finalists[kSelectFinalists];
@@ -47,6 +48,23 @@ __device__ __forceinline__ SelectShared& select_shared() {
   return *reinterpret_cast<SelectShared*>(dynamic_shared);
 }
 __device__ __forceinline__ uint64_t* select_keys() { return reinterpret_cast<uint64_t*>(&select_shared() + 1); }
+
+// Words of shared memory by their 32-bit address.
+__device__ __forceinline__ uint32_t word_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+__device__ __forceinline__ uint32_t load_word(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+__device__ __forceinline__ void store_word(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+__device__ __forceinline__ void add_one_to_word(uint32_t address) {
+  asm volatile("red.relaxed.cta.shared::cta.add.u32 [%0], 1;" ::"r"(address) : "memory");
+}
+__device__ __forceinline__ void or_to_word(uint32_t address, uint32_t bits) {
+  asm volatile("red.relaxed.cta.shared::cta.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+}
 
 __device__ __forceinline__ unsigned lanes_below() {
   unsigned mask;
@@ -129,14 +147,18 @@ __device__ __forceinline__ uint64_t rank_key_of(float score, uint32_t position) 
   return (static_cast<uint64_t>(order_bits_of(score)) << 32) | ~position;
 }
 
-// Adds to a counter in shared memory for one lane, without the aggregation that the compiler would put around it.
-__device__ __forceinline__ uint32_t add_shared(uint32_t* counter, uint32_t value) {
-  uint32_t before;
-  asm volatile("atom.shared.add.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(counter))), "r"(value)
-               : "memory");
-  return before;
+// Adds to a counter in shared memory, by the warp's first lane, and gives every lane what it was. That the value might differ
+// from lane to lane keeps the compiler from its own way of adding for a warp, twelve instructions.
+__device__ __forceinline__ uint32_t add_for_warp(uint32_t* counter, uint32_t value) {
+  uint32_t before = 0;
+  if ((threadIdx.x & 31u) == 0) {
+    asm volatile("atom.shared.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "r"(word_address(counter)), "r"(value + (lanes_below() >> 31))
+                 : "memory");
+  }
+  __syncwarp();
+  return __shfl_sync(0xFFFFFFFFu, before, 0);
 }
 
 // Appends this lane's key where `take` and gives its place; a place past the capacity was not written (the count goes
@@ -144,29 +166,36 @@ __device__ __forceinline__ uint32_t add_shared(uint32_t* counter, uint32_t value
 __device__ __forceinline__ uint32_t append_key(bool take, uint64_t key, uint32_t capacity) {
   const unsigned takers = __ballot_sync(0xFFFFFFFFu, take);
   if (takers == 0) return 0;
-  uint32_t first = 0;
-  if ((threadIdx.x & 31) == 0) first = add_shared(&select_shared().count, static_cast<uint32_t>(__popc(takers)));
-  const uint32_t place = __shfl_sync(0xFFFFFFFFu, first, 0) + static_cast<uint32_t>(__popc(takers & lanes_below()));
+  const uint32_t first = add_for_warp(&select_shared().count, static_cast<uint32_t>(__popc(takers)));
+  const uint32_t place = first + static_cast<uint32_t>(__popc(takers & lanes_below()));
   if (take && place < capacity) select_keys()[place] = key;
   return take ? place : 0;
 }
 
-// Notes order bits of keys that were offered. A block barrier must follow before they are relied on.
-__device__ __forceinline__ void note_order_max(uint32_t order) {
-  const uint32_t warp_max = __reduce_max_sync(0xFFFFFFFFu, order);
-  if ((threadIdx.x & 31) == 0) atomicMax(&select_shared().order_max, warp_max);
-}
+// Notes order bits of keys that were offered. Whole warps, for which the compiler makes it one atomic; a block barrier must
+// follow before they are relied on.
+__device__ __forceinline__ void note_order_max(uint32_t order) { atomicMax(&select_shared().order_max, order); }
 
-// Of the finalists, every warp for itself: no barrier to hand the answer round.
-__device__ __forceinline__ uint64_t kth_finalist(uint32_t finalists, int need) {
+// Of the finalists, every warp for itself: no barrier to hand the answer round. A lane has one of them, or 0.
+struct Finalist {
+  uint64_t key;
+  int rank;  // how many are better
+};
+__device__ __forceinline__ Finalist own_finalist(uint32_t finalists) {
   const SelectShared& shared = select_shared();
   const uint32_t lane = threadIdx.x & 31u;
-  const uint64_t key = lane < finalists ? shared.finalists[lane] : 0;
-  int rank = 0;
+  Finalist own{lane < finalists ? shared.finalists[lane] : 0, 0};
 #pragma unroll 1
-  for (uint32_t other = 0; other < finalists; ++other) rank += shared.finalists[other] > key;
-  const unsigned at = __ballot_sync(0xFFFFFFFFu, lane < finalists && rank == need - 1);
-  return __shfl_sync(0xFFFFFFFFu, key, __ffs(static_cast<int>(at)) - 1);
+  for (uint32_t first = 0; first < finalists; first += 4) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) own.rank += (first + i < finalists ? shared.finalists[first + i] : 0) > own.key ? 1 : 0;
+  }
+  return own;
+}
+__device__ __forceinline__ uint64_t kth_finalist(uint32_t finalists, int need) {
+  const Finalist own = own_finalist(finalists);
+  const unsigned at = __ballot_sync(0xFFFFFFFFu, own.key != 0 && own.rank == need - 1);
+  return __shfl_sync(0xFFFFFFFFu, own.key, __ffs(static_cast<int>(at)) - 1);
 }
 
 // A bound that exactly `need` of the block's keys reach. Of those with key - low <= range there are at least `need`, and
@@ -238,12 +267,12 @@ __device__ __forceinline__ uint64_t block_kth_bound(KeyShare share, int need, ui
   return block_kth_bound_in<kThreads>(share, need, low, high - low);
 }
 
-// The bin that holds the need-th best key, counted from the best, by every warp for itself. Bins and coarse bins are complete,
-// and hold at least `need` keys.
+// The bin that holds the need-th best key, counted from the best, by every warp for itself. Bins and coarse bins are complete.
 struct BinCrossing {
   uint32_t bin;
   uint32_t above;   // keys in better bins
   uint32_t inside;  // in this one
+  uint32_t total;   // in all bins; the rest is meaningless where that is below `need`
 };
 __device__ __forceinline__ BinCrossing warp_find_crossing(int need) {
   const SelectShared& shared = select_shared();
@@ -251,15 +280,16 @@ __device__ __forceinline__ BinCrossing warp_find_crossing(int need) {
   const uint32_t wanted = static_cast<uint32_t>(need);
   const uint2 two = reinterpret_cast<const uint2*>(shared.coarse)[lane];
   const uint32_t up_to = inclusive_over_warp(two.x + two.y);
-  const int lane_at = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, up_to >= wanted))) - 1;
+  const int lane_at = max(0, __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, up_to >= wanted))) - 1);
   const uint32_t before_two = up_to - two.x - two.y;
   const bool second = before_two + two.x < wanted;
   const uint32_t above = __shfl_sync(0xFFFFFFFFu, second ? before_two + two.x : before_two, lane_at);
   const uint32_t coarse = __shfl_sync(0xFFFFFFFFu, 2 * lane + (second ? 1u : 0u), lane_at);
   const uint32_t own = shared.bins[32 * coarse + lane];
   const uint32_t with_own = above + inclusive_over_warp(own);
-  const int at = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, with_own >= wanted))) - 1;
-  return {32 * coarse + static_cast<uint32_t>(at), __shfl_sync(0xFFFFFFFFu, with_own - own, at), __shfl_sync(0xFFFFFFFFu, own, at)};
+  const int at = max(0, __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, with_own >= wanted))) - 1);
+  return {32 * coarse + static_cast<uint32_t>(at), __shfl_sync(0xFFFFFFFFu, with_own - own, at), __shfl_sync(0xFFFFFFFFu, own, at),
+          __shfl_sync(0xFFFFFFFFu, up_to, 31)};
 }
 
 // Keeps of keys[0, count) those >= bound, in some order; shared.count becomes their number. Ends at a block barrier.

@@ -7,6 +7,8 @@
 //     that they are given: shared memory that nobody reads any more.
 #pragma once
 
+#include <cstddef>
+
 #include "kernels/device_report.cuh"
 #include "kernels/select_topk.h"
 #include "kernels/select_topk_block.cuh"
@@ -85,11 +87,10 @@ __device__ __noinline__ void read_part_slowly(const float* row, int begin, int e
 
 // ------------------------------------------------------------------------------------------------------ giving it out
 
-// Writes member `place` of a row.
-__device__ __forceinline__ void write_member(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t place,
+// Writes what a row's member `place` has beside its position.
+__device__ __forceinline__ void write_beside(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t place,
                                              uint32_t entry, float score, uint32_t* absent) {
   const int64_t out = row * args.out_stride + place;
-  args.positions[out] = static_cast<int32_t>(visible.base + entry);
   if (args.out_scores != nullptr) args.out_scores[out] = score;
   if (args.slots != nullptr) {
     const uint32_t slots_per_page = static_cast<uint32_t>(args.slots_per_page);  // entries and slots are below 2^31
@@ -102,151 +103,240 @@ __device__ __forceinline__ void write_member(const SelectTopkArgs& args, const V
     *absent += slot == kNoEntry;
   }
 }
+// Writes member `place` of a row.
+__device__ __forceinline__ void write_member(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t place,
+                                             uint32_t entry, float score, uint32_t* absent) {
+  args.positions[row * args.out_stride + place] = static_cast<int32_t>(visible.base + entry);
+  write_beside(args, visible, row, place, entry, score, absent);
+}
 
-// Which positions of a stretch are members: a bit each, and for each of kMapParts parts how many, later how many lie before it.
+// This thread's share of the keys, four at a time: 0 for what is not there. `visit` runs in whole warps.
+template <class Visit>
+__device__ __forceinline__ void visit_keys(const KeyShare& share, const Visit& visit) {
+  const uint64_t* const keys = select_keys();
+#pragma unroll 1
+  for (uint32_t first = share.first; __any_sync(0xFFFFFFFFu, first < share.end); first += 4 * share.step) {
+    uint64_t key[4];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) key[i] = first + i * share.step < share.end ? keys[first + i * share.step] : 0;
+    visit(key);
+  }
+}
+
+// Which positions of a stretch are members: a bit each, and for each of kMapParts parts how many, later how many lie before it. A
+// thread of the tail owns four neighbouring parts.
 inline constexpr uint32_t kMapParts = 4 * kTailThreads;
 struct MemberMap {
-  uint32_t* counts;
-  uint32_t* words;
-  uint32_t vectors;    // of 128 bits
-  uint32_t part_log2;  // positions of a part; at least a word
+  uint32_t counts;     // shared address
+  uint32_t words;      // behind them
+  uint32_t part_log2;  // positions of a part; at least 64
+  uint32_t bytes;
 
-  // The positions that a map of so many bytes can hold: at least 128.
+  // The positions that a map of so many bytes can hold.
   __device__ __forceinline__ static uint32_t holds(uint32_t bytes) { return (bytes - 4 * kMapParts) / 16 * 128; }
 
   // Of `positions` positions.
-  __device__ __forceinline__ MemberMap(uint4* memory, uint32_t positions)
-      : counts(reinterpret_cast<uint32_t*>(memory)), words(counts + kMapParts), vectors((positions + 127) / 128) {
-    part_log2 = max(5u, 32u - static_cast<uint32_t>(__clz(static_cast<int>((positions - 1) / kMapParts))));
+  __device__ __forceinline__ MemberMap(const uint4* memory, uint32_t positions) {
+    counts = word_address(memory);
+    words = counts + 4 * kMapParts;
+    part_log2 = max(6u, 32u - static_cast<uint32_t>(__clz(static_cast<int>((positions - 1) / kMapParts))));
+    bytes = 4 * kMapParts + (positions + 127) / 128 * 16;
   }
   __device__ __forceinline__ void clear() const {
-    uint4* const all = reinterpret_cast<uint4*>(counts);
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < kMapParts / 4 + vectors; i += kTailThreads) all[i] = uint4{0, 0, 0, 0};
+    for (uint32_t at = threadIdx.x * 16; at < bytes; at += kTailThreads * 16) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(counts + at), "r"(0) : "memory");
+    }
   }
-  __device__ __forceinline__ void add(uint32_t position) const {
-    atomicOr(&words[position / 32], 1u << (position % 32));
-    atomicAdd(&counts[position >> part_log2], 1u);
+  // Without a branch: what is no member is counted aside, and what is not `within` touches a word of the lane's.
+  __device__ __forceinline__ void mark(uint32_t position, bool within, bool member) const {
+    add_one_to_word(member ? counts + 4 * (position >> part_log2) : word_address(select_shared().aside));
+    or_to_word(words + (within ? 4 * (position / 32) : 4 * (threadIdx.x & 31u)), member ? 1u << (position % 32) : 0u);
   }
-  __device__ __forceinline__ bool has(uint32_t position) const { return (words[position / 32] >> (position % 32) & 1u) != 0; }
-  // The map is complete; `given` members lie before it. Ends at a barrier. Returns given + all.
+  // Of a position that all know: its owner marks it.
+  __device__ __forceinline__ void mark_own(uint32_t position) const {
+    const uint32_t part = position >> part_log2;
+    if (part / 4 != threadIdx.x) return;
+    const uint32_t count = counts + 4 * part;
+    const uint32_t word = words + 4 * (position / 32);
+    store_word(count, load_word(count) + 1);
+    store_word(word, load_word(word) | 1u << (position % 32));
+  }
+  // The map is complete but for what others own; `given` members lie before it. Ends at a barrier. Returns given + all.
   __device__ __forceinline__ uint32_t sum(uint32_t given) const {
-    uint4& own = reinterpret_cast<uint4*>(counts)[threadIdx.x];
-    const uint4 four = own;
+    uint4 four;
+    const uint32_t own = counts + 16 * threadIdx.x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w) : "r"(own) : "memory");
     uint32_t total;
     const uint32_t before =
         given + block_exclusive_scan<kTailThreads>(select_shared().warp_sums, four.x + four.y + four.z + four.w, &total);
-    own = uint4{before, before + four.x, before + four.x + four.y, before + four.x + four.y + four.z};
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(own), "r"(before), "r"(before + four.x), "r"(before + four.x + four.y),
+                 "r"(before + four.x + four.y + four.z)
+                 : "memory");
     __syncthreads();
     return given + total;
   }
-  // Of a member, once summed: its place among the members.
-  __device__ __forceinline__ uint32_t place_of(uint32_t position) const {
-    const uint32_t part = position >> part_log2;
-    uint32_t place = counts[part];
+  // Once summed: whether a position is a member, and its place among them then. Nobody is where it is not `within`.
+  struct Place {
+    bool member;
+    uint32_t place;
+  };
+  __device__ __forceinline__ Place place_of(uint32_t position, bool within) const {
+    const uint32_t at = within ? position : 0;
+    const uint32_t count = load_word(counts + 4 * (at >> part_log2));
+    uint2 pair;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(pair.x), "=r"(pair.y) : "r"(words + 8 * (at / 64)) : "memory");
+    const bool odd = (at & 32u) != 0;
+    const uint32_t bit = 1u << (at % 32);
+    const uint32_t own = odd ? pair.y : pair.x;
+    const uint32_t before = odd ? pair.x : 0;
+    return {within && (own & bit) != 0, count + static_cast<uint32_t>(__popc(static_cast<int>(own & (bit - 1)))) +
+                                            static_cast<uint32_t>(__popc(static_cast<int>(before)))};
+  }
+  // Where parts are longer than 64: what place_of() leaves out.
+  __device__ __forceinline__ uint32_t before_pair(uint32_t position) const {
+    uint32_t count = 0;
 #pragma unroll 1
-    for (uint32_t word = part << (part_log2 - 5); word < position / 32; ++word) place += static_cast<uint32_t>(__popc(words[word]));
-    return place + static_cast<uint32_t>(__popc(words[position / 32] & ((1u << (position % 32)) - 1u)));
+    for (uint32_t word = position >> part_log2 << (part_log2 - 5); word < position / 64 * 2; ++word) {
+      count += static_cast<uint32_t>(__popc(static_cast<int>(load_word(words + 4 * word))));
+    }
+    return count;
+  }
+};
+
+// Shared memory that nobody uses any more once a row is read: more than 4 x kMapParts bytes.
+struct FreeMemory {
+  uint4* at;
+  uint32_t bytes;
+
+  __device__ __forceinline__ bool covers(const SelectTopkArgs& args, uint32_t length) const {
+    return args.order == TopkOrder::kByPosition && length <= MemberMap::holds(bytes);
   }
 };
 
 // The keys >= bound ascending by position, stretch by stretch where the map is too small for the row. A barrier lies
 // behind the call.
 __device__ __noinline__ inline uint32_t give_by_position(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row,
-                                                         uint32_t length, KeyShare share, uint64_t bound, uint4* memory,
-                                                         uint32_t memory_bytes) {
+                                                         uint32_t length, KeyShare share, uint64_t bound, FreeMemory memory) {
   uint32_t absent = 0;
   uint32_t given = 0;
-  const uint64_t* keys = select_keys();
-  const uint32_t stretch = min(MemberMap::holds(memory_bytes), length);
+  const uint32_t stretch = min(MemberMap::holds(memory.bytes), length);
 #pragma unroll 1
   for (uint32_t begin = 0; begin < length; begin += stretch) {
-    const MemberMap map(memory, stretch);
+    const MemberMap map(memory.at, stretch);
     map.clear();
     __syncthreads();
-#pragma unroll 1
-    for (uint32_t i = share.first; i < share.end; i += share.step) {
-      const uint64_t key = keys[i];
-      const uint32_t at = position_of_key(key) - begin;  // wraps past every stretch where it lies before
-      if (key >= bound && at < stretch) map.add(at);
-    }
+    visit_keys(share, [&](const uint64_t(&key)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t at = position_of_key(key[i]) - begin;  // wraps past every stretch where it lies before
+        map.mark(at, at < stretch, at < stretch && key[i] >= bound);
+      }
+    });
     __syncthreads();
     given = map.sum(given);
 #pragma unroll 1
     for (uint32_t i = share.first; i < share.end; i += share.step) {
-      const uint64_t key = keys[i];
-      const uint32_t entry = position_of_key(key);
-      if (key < bound || entry - begin >= stretch) continue;
-      write_member(args, visible, row, map.place_of(entry - begin), entry, score_of_key(key), &absent);
+      const uint64_t key = select_keys()[i];
+      const uint32_t at = position_of_key(key) - begin;
+      const MemberMap::Place found = map.place_of(at, at < stretch);
+      if (!found.member) continue;
+      write_member(args, visible, row, found.place + map.before_pair(at), begin + at, score_of_key(key), &absent);
     }
     __syncthreads();
   }
   return absent;
 }
 
-// The k best ascending by position, where one map covers the row: the k-th is found and the members are marked on the
-// way. More than k of the keys reach `low`. A barrier lies behind the call. False where the bin of the k-th holds too many
-// keys: nothing is given then, and the bins are zero. Loops are kept small: each runs a few times, and code that comes new
-// costs more than what it does.
-__device__ __forceinline__ bool give_at_once(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length,
-                                             KeyShare share, uint64_t low, uint4* memory, uint32_t* absent) {
+struct AtOnce {
+  bool given;
+  uint32_t reaching;  // keys that reach `low`
+};
+// The k best ascending by position, where one map covers the row: it is clear. `low` is not 0; what lies below counts for
+// nothing. Nothing is given where fewer than k reach `low`, or where the k-th's bin holds too many keys; the bins are zero
+// then. A barrier lies behind the call. Four barriers, and between them as few dependent instructions as can be: every warp works
+// out for itself what all need, and a thread looks at four keys at a time.
+__device__ __forceinline__ AtOnce give_at_once(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, const MemberMap& map,
+                                               const KeyShare& share, uint64_t low, uint32_t order_max, uint32_t* absent) {
+  static_assert(offsetof(SelectShared, coarse) == offsetof(SelectShared, bins) + 4 * kSelectBins, "sums follow bins");
+  constexpr uint32_t kNoBin = kSelectBins + kSelectCoarseBins;
+  static_assert(offsetof(SelectShared, aside) == offsetof(SelectShared, bins) + 4 * kNoBin && kNoBin / 32 < kSelectCoarseBins + 4,
+                "a bin that nobody looks at, and its sum");
   SelectShared& shared = select_shared();
-  const uint64_t* keys = select_keys();
-  const MemberMap map(memory, length);
-  const uint64_t range = ((static_cast<uint64_t>(shared.order_max) << 32) | 0xFFFFFFFFu) - low;
+  const uint64_t range = ((static_cast<uint64_t>(order_max) << 32) | 0xFFFFFFFFu) - low;
   const int shift = max(0, 64 - kSelectBinBits - __clzll(static_cast<long long>(range)));
-#pragma unroll 1
-  for (uint32_t i = share.first; i < share.end; i += share.step) {
-    const uint64_t offset = keys[i] - low;
-    if (offset > range) continue;                                         // below
-    const int bin = kSelectBins - 1 - static_cast<int>(offset >> shift);  // best first
-    atomicAdd(&shared.bins[bin], 1u);
-    atomicAdd(&shared.coarse[bin / 32], 1u);
-  }
+  const uint32_t bins = word_address(shared.bins);
+  visit_keys(share, [&](const uint64_t(&key)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint64_t offset = key[i] - low;
+      const uint32_t bin = offset <= range ? kSelectBins - 1 - static_cast<uint32_t>(offset >> shift) : kNoBin;  // best first
+      add_one_to_word(bins + 4 * bin);
+      add_one_to_word(bins + 4 * (kSelectBins + bin / 32));
+    }
+  });
   if (threadIdx.x == 0) shared.finalist_count = 0;
-  map.clear();
   __syncthreads();
   const BinCrossing crossing = warp_find_crossing(args.k);
   const int need = args.k - static_cast<int>(crossing.above);  // of the keys in the crossing bin
   const int inside = static_cast<int>(crossing.inside);
   const bool whole = need == inside;
-  if (!whole && inside > kSelectFinalists) {
+  if (crossing.total < static_cast<uint32_t>(args.k) || (!whole && inside > kSelectFinalists)) {
     __syncthreads();  // everybody has read the bins
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < kSelectBins; i += kTailThreads) shared.bins[i] = 0;
+    for (uint32_t i = threadIdx.x; i < kSelectBins + kSelectCoarseBins; i += kTailThreads) store_word(bins + 4 * i, 0);
     __syncthreads();
-    return false;
+    return {false, crossing.total};
   }
   const uint64_t bin_low = low + (static_cast<uint64_t>(kSelectBins - 1 - static_cast<int>(crossing.bin)) << shift);
-  const uint64_t bin_last = bin_low + ((uint64_t{1} << shift) - 1);
-#pragma unroll 1
-  for (uint32_t i = share.first; i < share.end; i += share.step) {
-    const uint64_t key = keys[i];
-    if (key > bin_last || (whole && key >= bin_low)) {
-      map.add(position_of_key(key));
-    } else if (key >= bin_low) {
-      shared.finalists[atomicAdd(&shared.finalist_count, 1u)] = key;
+  const uint64_t sure = whole ? bin_low : bin_low + (uint64_t{1} << shift);  // no key is near 2^64
+  visit_keys(share, [&](const uint64_t(&key)[4]) {
+    uint32_t open = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      map.mark(position_of_key(key[i]), key[i] != 0, key[i] >= sure);
+      open |= key[i] >= bin_low && key[i] < sure ? 1u << i : 0u;
     }
-  }
+    if (open == 0) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((open >> i & 1u) != 0) shared.finalists[atomicAdd(&shared.finalist_count, 1u)] = key[i];
+    }
+  });
   __syncthreads();
   if (!whole) {
-    if (threadIdx.x < 32) {
-      const uint64_t bound = kth_finalist(static_cast<uint32_t>(inside), need);
-      if (static_cast<int>(threadIdx.x) < inside && shared.finalists[threadIdx.x] >= bound) {
-        map.add(position_of_key(shared.finalists[threadIdx.x]));
-      }
+    const Finalist own = own_finalist(static_cast<uint32_t>(inside));
+#pragma unroll 1
+    for (unsigned in = __ballot_sync(0xFFFFFFFFu, own.key != 0 && own.rank < need); in != 0; in &= in - 1) {
+      map.mark_own(~__shfl_sync(0xFFFFFFFFu, static_cast<uint32_t>(own.key), __ffs(static_cast<int>(in)) - 1));
     }
-    __syncthreads();
+    __syncwarp();
   }
   map.sum(0);
-#pragma unroll 1
-  for (uint32_t i = share.first; i < share.end; i += share.step) {
-    const uint64_t key = keys[i];
-    const uint32_t entry = position_of_key(key);
-    if (key < bin_low || !map.has(entry)) continue;
-    write_member(args, visible, row, map.place_of(entry), entry, score_of_key(key), absent);
-  }
-  return true;
+  int32_t* const positions = args.positions + row * args.out_stride;
+  const uint32_t base = static_cast<uint32_t>(visible.base);
+  const bool beside = args.out_scores != nullptr || args.slots != nullptr;
+  visit_keys(share, [&](const uint64_t(&key)[4]) {
+    MemberMap::Place found[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found[i] = map.place_of(position_of_key(key[i]), key[i] >= bin_low);
+    if (map.part_log2 > 6) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) found[i].place += found[i].member ? map.before_pair(position_of_key(key[i])) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (found[i].member) positions[found[i].place] = static_cast<int32_t>(base + position_of_key(key[i]));
+    }
+    if (beside) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (found[i].member) write_beside(args, visible, row, found[i].place, position_of_key(key[i]), score_of_key(key[i]), absent);
+      }
+    }
+    __syncwarp();
+  });
+  return {true, crossing.total};
 }
 
 // The keys >= bound in the total order. They are one run.
@@ -285,14 +375,50 @@ __device__ __forceinline__ void report_absent_slots(const SelectTopkArgs& args, 
   }
 }
 
-// A complete pool, of which the `reaching` keys >= low are all that the answer can need, becomes the row's answer: by the
-// leader's first kTailThreads threads, all others of the block having ended. The pool's first `extent` keys are given in
-// threads' shares; what lies in none of them is 0. `memory` is shared memory that nobody uses any more, more than 4 x kMapParts
-// bytes.
-__device__ __forceinline__ void give_row_of(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length,
-                                            uint64_t low, KeyShare share, int extent, int reaching, uint4* memory, uint32_t memory_bytes) {
-  const SelectShared& pool = select_shared();
+// How many of the keys reach `low`, for every thread. Two barriers.
+__device__ __forceinline__ uint32_t count_reaching(const KeyShare& share, uint64_t low) {
+  uint32_t own = 0;
+  visit_keys(share, [&](const uint64_t(&key)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) own += key[i] >= low ? 1u : 0u;
+  });
+  uint32_t total;
+  block_exclusive_scan<kTailThreads>(select_shared().warp_sums, own, &total);
+  __syncthreads();
+  return total;
+}
+
+// A complete pool.
+struct CompletePool {
+  KeyShare share;  // of its first `extent` keys; what lies in no thread's share is 0, or was never written
+  uint32_t extent;
+  uint32_t order_max;  // of all keys, or above
+  uint64_t low;        // what answers can be made of reaches it; not 0
+};
+// The k best of the keys that reach `low`, where `reaching` of them do, any order and any keys: slower than give_at_once(). A
+// barrier lies behind the call.
+struct Given {
+  int members;
+  uint32_t absent;
+};
+__device__ __noinline__ inline Given give_pool(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length,
+                                               CompletePool pool, int reaching, FreeMemory memory) {
   const int members = min(args.k, reaching);
+  if (threadIdx.x == 0) select_shared().order_max = pool.order_max;
+  __syncthreads();
+  const uint64_t bound = members < reaching ? block_kth_bound<kTailThreads>(pool.share, args.k, pool.low) : pool.low;
+  __syncthreads();
+  const uint32_t absent = args.order == TopkOrder::kByPosition
+                              ? give_by_position(args, visible, row, length, pool.share, bound, memory)
+                              : give_by_rank(args, visible, row, static_cast<int>(pool.extent), members, bound);
+  return {members, absent};
+}
+
+// What a row's end is beside its members: padding, count and report.
+__device__ __forceinline__ void end_row(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, int members, uint32_t absent) {
+  const SelectShared& pool = select_shared();
+  give_padding<kTailThreads>(args, row, members);
+  report_absent_slots(args, absent);
   if (threadIdx.x == 0) {
     const uint32_t status =
         visible.status | (pool.nan_count != 0 ? kStatusNanScore : 0u) | (pool.absent_count != 0 ? kStatusAbsentPage : 0u);
@@ -301,23 +427,15 @@ __device__ __forceinline__ void give_row_of(const SelectTopkArgs& args, const Vi
     report_count(args.report, &OpReport::absent_entries, pool.absent_count);
     report_count(args.report, &OpReport::fallbacks, pool.overflows);
   }
-  uint32_t absent = 0;
-  const bool fits = args.order == TopkOrder::kByPosition && members < reaching && length <= MemberMap::holds(memory_bytes);
-  if (!fits || !give_at_once(args, visible, row, length, share, low, memory, &absent)) {
-    const uint64_t bound = members < reaching ? block_kth_bound<kTailThreads>(share, args.k, low) : max(low, uint64_t{1});
-    __syncthreads();
-    absent = args.order == TopkOrder::kByPosition ? give_by_position(args, visible, row, length, share, bound, memory, memory_bytes)
-                                                  : give_by_rank(args, visible, row, extent, members, bound);
-  }
-  give_padding<kTailThreads>(args, row, members);
-  report_absent_slots(args, absent);
 }
 
-// The same of a pool of which every key reaches `low`.
+// Gives out a pool that is one run of keys, all of which reach `low`.
 __device__ __forceinline__ void give_row(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t length, uint64_t low,
                                          uint4* memory, uint32_t memory_bytes) {
-  const int count = static_cast<int>(select_shared().count);
-  give_row_of(args, visible, row, length, low, share_of_run<kTailThreads>(count), count, count, memory, memory_bytes);
+  const uint32_t count = select_shared().count;
+  const CompletePool pool{share_of_run<kTailThreads>(static_cast<int>(count)), count, select_shared().order_max, max(low, uint64_t{1})};
+  const Given given = give_pool(args, visible, row, length, pool, static_cast<int>(count), {memory, memory_bytes});
+  end_row(args, visible, row, given.members, given.absent);
 }
 
 }  // namespace needle
