@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -19,6 +21,7 @@ namespace needle::server {
 namespace {
 
 constexpr size_t kOwnDescriptors = 16;  // standard streams, listener, signals, and one that is being received
+constexpr int kQueuedMax = 1024;        // messages that a socket holds, and some more
 constexpr int kAcceptLaterMs = 100;     // descriptors come back with the next connection that ends
 
 }  // namespace
@@ -51,8 +54,10 @@ void Keeper::run(int stop_fd) {
     }
     if (waited[0].revents != 0) return;
     for (size_t i = 2; i < waited.size(); ++i) {
-      if (waited[i].revents != 0 && !serve(waited[i].fd)) connections_.erase(waited[i].fd);
+      const auto row = connections_.find(waited[i].fd);
+      if (waited[i].revents != 0 && hear(row->first, row->second) == Heard::kEnd) connections_.erase(row);
     }
+    answer_lists();
     resting_ = false;
     if (waited[1].revents != 0) accept_one();  // last, for it may give a number of `waited` to somebody else
   }
@@ -62,7 +67,7 @@ void Keeper::run(int stop_fd) {
 void Keeper::accept_one() {
   FileDescriptor socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!socket.is_open()) {
-    if (errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM) return;
+    if (!lacks_descriptors(errno)) return;
     const int cause = errno;
     make_room();
     resting_ = true;  // poll would report the same caller again at once
@@ -97,28 +102,43 @@ bool Keeper::make_room() {
   return true;
 }
 
-bool Keeper::serve(int connection) {
+// One message, if there is one.
+Keeper::Heard Keeper::hear(int fd, Connection& connection) {
   Datagram datagram;
-  const ReceiveResult result = receive_datagram(connection, sizeof(KeeperMessage) + 1, datagram);
-  if (result == ReceiveResult::kWouldBlock) return true;
+  const ReceiveResult result = receive_datagram(fd, sizeof(KeeperMessage) + 1, datagram);
+  if (result == ReceiveResult::kWouldBlock) return Heard::kNothing;
   KeeperMessage message;
-  if (result == ReceiveResult::kGone || datagram.bytes.size() != sizeof(message)) return false;
+  if (result == ReceiveResult::kGone || datagram.bytes.size() != sizeof(message)) return Heard::kEnd;
   std::memcpy(&message, datagram.bytes.data(), sizeof(message));
   message.name[sizeof(message.name) - 1] = '\0';
-  if (message.magic != kKeeperMagic) return false;
-  connections_.at(connection).has_spoken = true;
+  if (message.magic != kKeeperMagic) return Heard::kEnd;
+  connection.has_spoken = true;
   switch (message.verb) {
     case KeeperVerb::kPut:
-      if (datagram.fds.size() != 1 || message.name[0] == '\0') return false;
+      if (datagram.fds.size() != 1 || message.name[0] == '\0') return Heard::kEnd;
       if (kept_.size() >= kept_max_ && kept_.count(message.name) == 0) {
         log_.write(LogLevel::kError, "keeper_full", {{"limit", absl::StrCat(kept_max_)}, {"name", message.name}});
-        return false;
+        return Heard::kEnd;
       }
       kept_[message.name] = std::move(datagram.fds[0]);
-      return true;
-    case KeeperVerb::kDrop: kept_.erase(message.name); return true;
-    case KeeperVerb::kList: return list(connection);
-    default: return false;
+      return Heard::kMessage;
+    case KeeperVerb::kDrop: kept_.erase(message.name); return Heard::kMessage;
+    case KeeperVerb::kList: connection.wants_list = true; return Heard::kMessage;
+    default: return Heard::kEnd;
+  }
+}
+
+void Keeper::answer_lists() {
+  const auto wants_list = [](const auto& row) { return row.second.wants_list; };
+  if (std::none_of(connections_.begin(), connections_.end(), wants_list)) return;
+  for (auto row = connections_.begin(); row != connections_.end();) {
+    Heard heard = Heard::kMessage;
+    for (int i = 0; i < kQueuedMax && heard == Heard::kMessage && !row->second.wants_list; ++i) heard = hear(row->first, row->second);
+    row = heard == Heard::kEnd ? connections_.erase(row) : std::next(row);
+  }
+  for (auto row = connections_.begin(); row != connections_.end();) {
+    const bool answered = !std::exchange(row->second.wants_list, false) || list(row->first);
+    row = answered ? std::next(row) : connections_.erase(row);
   }
 }
 

@@ -13,7 +13,9 @@
 //  3. A connection's end changes nothing: that is the moment the keeper exists for.
 //  4. At most kKeeperConnectionsMax connections are open. One more, and a lack of descriptors, costs the oldest that has said
 //     nothing its place; where all have spoken the newest is refused. The thread never spins on a caller it cannot take in.
-//  5. A client that does not read its LIST is closed after kListWaitMs; nobody else, nor a signal, waits longer for it.
+//  5. A LIST speaks of everything that was said before it, by whomever: a daemon's last PUTs may still lie in its socket when the
+//     next daemon asks.
+//  6. A client that does not read its LIST is closed after kListWaitMs; nobody else, nor a signal, waits longer for it.
 #pragma once
 
 #include <atomic>
@@ -58,11 +60,14 @@ class Keeper {
     FileDescriptor socket;
     uint64_t number = 0;  // in the order of accept
     bool has_spoken = false;
+    bool wants_list = false;
   };
+  enum class Heard { kNothing, kMessage, kEnd };  // kEnd: close it
   void accept_one();
   bool make_room();
-  bool serve(int connection);  // false: close it
-  bool list(int connection);
+  Heard hear(int fd, Connection& connection);
+  void answer_lists();
+  bool list(int connection);  // false: close it
 
   const std::string path_;
   FileDescriptor listener_;

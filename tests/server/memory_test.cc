@@ -335,6 +335,43 @@ bool say(const FileDescriptor& caller, KeeperVerb verb, const std::string& name,
   return send_datagram(caller.get(), std::as_bytes(std::span(&message, 1)), fds, true) == SendResult::kSent;
 }
 
+// A daemon that dies leaves its last messages in its socket; the next one must not be told less than the keeper holds.
+TEST(Keeper, a_list_holds_what_was_said_before_it) {
+  Folder folder;
+  const std::string path = folder / "keeper.sock";
+  SilentLog log;
+  auto keeper = Keeper::listen(path, log);
+  ASSERT_TRUE(keeper.ok()) << keeper.status();
+  // All of it is said before the keeper looks: by one that goes on, one that has gone, and one that asks.
+  const FileDescriptor memory(::memfd_create("memory", MFD_CLOEXEC));
+  const int fd = memory.get();
+  const FileDescriptor stays = knock(path);
+  FileDescriptor goes = knock(path);
+  const FileDescriptor asks = knock(path);
+  for (int i = 0; i < 5; ++i) {
+    ASSERT_TRUE(say(stays, KeeperVerb::kPut, absl::StrCat("s", i), std::span(&fd, 1)));
+    ASSERT_TRUE(say(goes, KeeperVerb::kPut, absl::StrCat("g", i), std::span(&fd, 1)));
+  }
+  ASSERT_TRUE(say(goes, KeeperVerb::kDrop, "s4"));
+  goes.reset();
+  ASSERT_TRUE(say(asks, KeeperVerb::kList, ""));
+  FileDescriptor stop(::eventfd(0, EFD_CLOEXEC));
+  std::thread thread([&] { (*keeper)->run(stop.get()); });
+  std::vector<std::string> names;
+  Datagram entry;
+  KeeperMessage message;
+  while (receive_datagram(asks.get(), sizeof(message), entry, true) == ReceiveResult::kReceived) {
+    ASSERT_EQ(entry.bytes.size(), sizeof(message));
+    std::memcpy(&message, entry.bytes.data(), sizeof(message));
+    if (message.verb == KeeperVerb::kEnd) break;
+    names.push_back(message.name);
+  }
+  const uint64_t one = 1;
+  ASSERT_EQ(::write(stop.get(), &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
+  thread.join();
+  EXPECT_EQ(names, (std::vector<std::string>{"g0", "g1", "g2", "g3", "g4", "s0", "s1", "s2", "s3"}));
+}
+
 TEST(Keeper, callers_that_say_nothing_make_room_for_one_that_speaks) {
   Folder folder;
   RecordingLog log;
