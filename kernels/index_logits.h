@@ -41,6 +41,10 @@ enum class QueryElement : uint8_t {
   kFp8 = 1,  // e4m3fn; the query's scale is already folded into head_weights
   kFp4 = 2,  // e2m1 pairs, low nibble first; q_scale holds head_dim/32 ue8m0 bytes a (query, head)
 };
+// Bytes of one (query, head), without its scales.
+constexpr int64_t query_vector_bytes(QueryElement element) {
+  return element == QueryElement::kBf16 ? 2 * kIndexHeadDim : element == QueryElement::kFp8 ? kIndexHeadDim : kIndexHeadDim / 2;
+}
 
 struct IndexLogitsArgs {
   LayerView keys;       // index-K: kBf16, kFp8 or kFp4, head_dim 128

@@ -18,15 +18,6 @@ absl::Status refuse(absl::string_view field, int64_t value, absl::string_view li
   return absl::InvalidArgumentError(absl::StrCat("read_topk: ", field, " is ", value, ", must be ", limit));
 }
 
-int64_t query_bytes(QueryElement element) {
-  switch (element) {
-    case QueryElement::kBf16: return 2 * kIndexHeadDim;
-    case QueryElement::kFp8: return kIndexHeadDim;
-    case QueryElement::kFp4: return kIndexHeadDim / 2;
-  }
-  return 0;
-}
-
 int64_t row_element_bytes(RowElement element) { return element == RowElement::kBf16 ? 2 : 4; }
 
 constexpr int64_t kQueryScaleBytes = kIndexHeadDim / 32;
@@ -64,7 +55,7 @@ ReadTopkPlan read_topk_layout(const ReadTopkArgs& args, const ReadTopkNeeds& nee
   const int64_t vectors = static_cast<int64_t>(queries) * args.logits.heads;
   const bool prepares = args.prepare != nullptr;
   plan.q_offset = at;
-  at += prepares ? round_up(vectors * query_bytes(args.prepare->element), needs.alignment) : 0;
+  at += prepares ? round_up(vectors * query_vector_bytes(args.prepare->element), needs.alignment) : 0;
   plan.q_scale_offset = at;
   at += prepares && args.prepare->element == QueryElement::kFp4 ? round_up(vectors * kQueryScaleBytes, needs.alignment) : 0;
   plan.weights_offset = at;
@@ -187,7 +178,7 @@ ReadTopkChunk read_topk_chunk(const ReadTopkArgs& args, const ReadTopkPlan& plan
     logits.head_weights = prepare.out_weights;
   } else {
     const int64_t vectors = static_cast<int64_t>(begin) * logits.heads;
-    logits.q = static_cast<const std::byte*>(logits.q) + vectors * query_bytes(logits.q_element);
+    logits.q = static_cast<const std::byte*>(logits.q) + vectors * query_vector_bytes(logits.q_element);
     if (logits.q_scale != nullptr) logits.q_scale += vectors * kQueryScaleBytes;
     logits.head_weights += vectors;
   }

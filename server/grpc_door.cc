@@ -87,7 +87,7 @@ bool GrpcDoor::accept_one(int listener) {
   };
   FileDescriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!socket.is_open()) {
-    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) return full(std::strerror(errno));
+    if (lacks_descriptors(errno)) return full(std::strerror(errno));
     return true;
   }
   rlimit files{RLIM_INFINITY, RLIM_INFINITY};

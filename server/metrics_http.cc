@@ -88,7 +88,7 @@ void MetricsHttp::accept_all(int64_t now_ns) {
   for (;;) {
     FileDescriptor socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket.is_open()) {
-      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+      if (lacks_descriptors(errno)) {
         make_room();
         accept_again_ns_ = now_ns + kAcceptLaterMs * kNanosPerMilli;
       }

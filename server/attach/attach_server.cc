@@ -234,7 +234,7 @@ void AttachServer::close_overdue() {
   }
 }
 
-// Out of descriptors or memory: epoll would report the same caller again at once, for ever.
+// epoll would report the same caller again at once, for ever.
 void AttachServer::listen_later(int error) {
   log_.write(LogLevel::kError, "attach_accept_failed",
              {{"cause", std::string(std::strerror(error))}, {"again_in_ms", absl::StrCat(kListenLaterMs)}});
@@ -246,7 +246,7 @@ void AttachServer::accept_clients() {
   for (int accepted = 0; accepted < kAcceptedAtOnce; ++accepted) {
     FileDescriptor socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket.is_open()) {
-      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) listen_later(errno);
+      if (lacks_descriptors(errno)) listen_later(errno);
       return;
     }
     auto connection = std::make_unique<Connection>();

@@ -6,6 +6,7 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <utility>
 
 namespace needle::server {
@@ -37,5 +38,8 @@ class FileDescriptor {
  private:
   int fd_ = -1;
 };
+
+// Whether accept() failed for want of descriptors or memory: the caller still waits, and poll would report it again at once.
+inline bool lacks_descriptors(int error) { return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM; }
 
 }  // namespace needle::server

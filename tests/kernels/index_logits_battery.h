@@ -99,10 +99,6 @@ struct LogitsShape {
   int queries_per_row = 1;
 };
 
-inline int64_t query_vector_bytes(QueryElement element) {
-  return element == QueryElement::kBf16 ? 256 : element == QueryElement::kFp8 ? 128 : 64;
-}
-
 // All that a call needs, owned. Fields may be changed before a run.
 class LogitsProblem {
  public:
