@@ -1125,7 +1125,7 @@ SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts
   const SelectTuning& tuning = select_tuning(facts.major);
   SelectPlan plan;
   // A sample is as small as a fair guess allows: so many of the k best should be in it.
-  const int64_t hits = std::max(kSampleHits, args.k > 1024 ? args.k / 16 : args.k / 32);
+  const int64_t hits = std::max(kSampleHits, args.k / 32);
   plan.sample_log2 = kSamplePieceLog2Min;
   while (plan.sample_log2 < 5 && (int64_t{4 * kSampleStrands} << plan.sample_log2) * args.k < hits * args.length_max) ++plan.sample_log2;
   // A few rows: as many blocks a row as the GPU has room for, so that every multiprocessor reads. Many: one a row.
