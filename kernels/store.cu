@@ -2,12 +2,13 @@
 // that pools it, and an entry stays in registers from there to its slot.
 //
 // Many rows of ratio 4 (prefill): a block has a stretch of rows, looks its sequence up once and finds where its entries go
-// with one thread each; one warp asks the bulk copy engine for the rows, a ring of shared memory ahead of the warps that
+// with one thread each; two warps ask the bulk copy engine for the rows, a ring of shared memory ahead of the warps that
 // pool and finish them. Few rows (decode), rows of several sequences in one stretch, and entries that reach back into the
 // record go a general way, row by row. docs/kernels-performance.md has the figures.
 //
 // What must stay true:
-//  1. Entries and boundaries first, records after, in stream order: the first kernel reads the records as they were.
+//  1. Entries and boundaries first, records after, in stream order: the first kernel reads the records as they were. The
+//     last one may write them as soon as they have been read, and ends after all others.
 //  2. An entry's pool reads the same rows in the same order whether they are the call's or carried, so chunking leaves no
 //     trace. Ratio 4: softmax over its 8 rows at once. Ratio 128: fold_row(), one row after the other.
 //  3. A bad id leaves out that entry, or that sequence where the sequence itself names it: counted, status set.
@@ -34,15 +35,19 @@ constexpr int kPooledTurns = 4;  // rows that a group of lanes finishes, one aft
 constexpr int kPooledTogether = 2;
 constexpr float kBiasSpreadMax = 32.0f;  // of a channel's position bias over the rows of an entry; see pool
 
-// Of a block of store_stretch_kernel: warps that pool, beside the one that asks for rows, and warps that its registers are
-// bounded for (128 a thread).
+// Of a block of store_stretch_kernel: warps that pool, and warps that ask for rows. A unit costs the thread that asks for it
+// a fifth to a third of a microsecond, which is all that memory takes for one of index-K, so two share that work.
 constexpr int kPoolWarpsMax = 10;
-constexpr int kRegisterWarps = 13;
+constexpr int kAskingWarps = 2;
 // Entries of a block of store_stretch_kernel.
 template <int kDims>
 inline constexpr int kStretchEntriesMax = kDims == 128 ? 144 : 96;
 constexpr int kRingUnitsMax = 32;
 constexpr int kRingUnitsMin = 2;  // what an entry is made of; more, for rows on their way
+// What a block has asked for and not got. Memory needs no more to be busy, and what lies in its queues is late: the first
+// unit, every small load behind it, and the last units of all blocks together.
+constexpr int64_t kBytesOnTheirWay = 80 << 10;
+constexpr int64_t kFirstBytes = 48 << 10;  // brought to L2 before it is known what they are
 
 // --------------------------------------------------------------------------------------------------------- pooled rows
 
@@ -524,15 +529,18 @@ struct Stretches {
   int64_t windows_each;  // of kWindowRows rows; the first `one_more` blocks have one more
   int64_t one_more;
   int32_t units;  // of the ring
+  int32_t ahead;  // units on their way
 };
 
 // Ratio 4, many rows, kv and gate of one format: a block has a stretch of rows that nearly always are one sequence's. A thread
-// of its last warp asks for them, unit by unit. The other warps take units in turn: wait for one and for the one before it,
-// pool, give both back and finish the entries. The ring has a multiple of their number of units, so that a warp sees every
-// filling of the places that it waits for, and a barrier's parity cannot mislead it. Blocks with rows of several
-// sequences, and calls whose bias spreads too far, go the general way.
+// of each of its last two warps asks for them, unit by unit, one for gates and one for kv. The other warps take units in turn:
+// wait for one and for the one before it, pool, give both back and finish the entries. The ring has a multiple of their number
+// of units, so that a warp sees every filling of the places that it waits for, and a barrier's parity cannot mislead it.
+// Blocks with rows of several sequences, and calls whose bias spreads too far, go the general way.
+// A block lets the next kernel start once it has read all that it needs from the records, and not before it ends where it
+// goes the general way: update_records_kernel counts on it.
 template <int kDims, RowElement kElement, bool kUsual>
-__global__ void __launch_bounds__(32 * kRegisterWarps, 1)
+__global__ void __launch_bounds__(32 * (kPoolWarpsMax + kAskingWarps), 1)
     store_stretch_kernel(const __grid_constant__ StoreRowsArgs args, const __grid_constant__ Stretches stretches) {
   using Row = RowOfLanes<kDims>;
   using Unit = RingUnit<kDims, kElement>;
@@ -542,36 +550,75 @@ __global__ void __launch_bounds__(32 * kRegisterWarps, 1)
   __shared__ uint64_t first_landed;                   // the group before the first entry is there
   __shared__ uint64_t landed[kRingUnitsMax];          // a unit's rows are
   __shared__ uint64_t emptied[kRingUnitsMax];         // both its readers have read it
+  __shared__ uint64_t known;                          // places, exponents and weights are there, and the next two
   __shared__ bool fits;                               // the sequence's record expects these rows
+  __shared__ uint32_t far;                            // some channel's bias spreads too far
+  __shared__ uint64_t carried_read;                   // what entries reach back for has been read from the record
   extern __shared__ __align__(128) std::byte ring[];  // units; then the overlap halves of the group before the first entry
   std::byte* const first_group = ring + stretches.units * Unit::kUnitBytes;
   const EntryChain chain = chain_of_kernel<kDims, kUsual>(args.chain);
   const int thread = static_cast<int>(threadIdx.x);
-  const int pool_threads = static_cast<int>(blockDim.x) - 32;
+  const int pool_threads = static_cast<int>(blockDim.x) - 32 * kAskingWarps;
   const int pool_warps = pool_threads / 32;
   const bool asks = thread >= pool_threads;
   if (thread == pool_threads) {
-    barrier_init(&first_landed, 1);
+    barrier_init(&first_landed, kAskingWarps);
     for (int u = 0; u < stretches.units; ++u) {
-      barrier_init(&landed[u], 1);
+      barrier_init(&landed[u], kAskingWarps);
       barrier_init(&emptied[u], 2);
     }
+    barrier_init(&known, static_cast<uint32_t>(pool_threads));
+    barrier_init(&carried_read, static_cast<uint32_t>(pool_threads));
     barrier_init_done();
+    far = 0;
   }
+  __syncthreads();  // while the kernel before is at work
   const int64_t block = static_cast<int64_t>(blockIdx.x);
   const int64_t begin = (block * stretches.windows_each + min(block, stretches.one_more)) * kWindowRows;
   const int windows = static_cast<int>(stretches.windows_each) + (block < stretches.one_more ? 1 : 0);
   const int64_t end = min(args.rows, begin + int64_t{windows} * kWindowRows);
   const int64_t kv_row_bytes = args.kv.row_stride * Unit::kBytes;
   const int64_t gate_row_bytes = args.gate.row_stride * Unit::kBytes;
-  const bool close_together = kv_row_bytes == Unit::kRowBytes && gate_row_bytes == Unit::kRowBytes;
   wait_for_previous_kernel();
-  let_next_kernel_start();
-  // The first rows come to L2 while the sequence is looked up, without which nobody knows where its groups begin.
-  if (thread == pool_threads && close_together) {
-    const uint32_t bytes = static_cast<uint32_t>(min(end - begin, static_cast<int64_t>(4 * Unit::kRows))) * Unit::kRowBytes;
+  // The first rows come to L2 while the sequence is looked up, without which nobody knows where its groups begin. By a warp
+  // with nothing to look up first.
+  if (thread == pool_warps / 2 * 32 - 32 && kv_row_bytes == Unit::kRowBytes && gate_row_bytes == Unit::kRowBytes) {
+    const uint32_t bytes = static_cast<uint32_t>(min((end - begin) * Unit::kRowBytes, kFirstBytes / 2));
     prefetch_bulk(static_cast<const std::byte*>(args.gate.data) + begin * Unit::kRowBytes, bytes);
     prefetch_bulk(static_cast<const std::byte*>(args.kv.data) + begin * Unit::kRowBytes, bytes);
+  }
+  // What needs no sequence, before the rows are in its way.
+  if (!asks) {
+    static_assert(2 * Row::kOctets == norm_dims(kDims) / 4);
+    for (int c = thread; c < 2 * Row::kOctets; c += pool_threads) {
+      const int half = c / Row::kOctets;
+      const int octet = c % Row::kOctets;
+      float4 weight{};
+      if (chain.norm != NormKind::kNone) weight = reinterpret_cast<const float4*>(chain.norm_weight)[c];
+      float4 bias[kRowsPooledOverlap];
+#pragma unroll
+      for (int r = 0; r < kRowsPooledOverlap; ++r) {
+        const int column = (r < kOverlapRatio ? 0 : kDims) + 8 * octet + 4 * half;
+        bias[r] = *reinterpret_cast<const float4*>(args.position_bias + (r % kOverlapRatio) * 2 * kDims + column);
+      }
+      float4 top = bias[0];
+      float4 low = bias[0];
+#pragma unroll
+      for (int r = 1; r < kRowsPooledOverlap; ++r) {
+        top = {fmaxf(top.x, bias[r].x), fmaxf(top.y, bias[r].y), fmaxf(top.z, bias[r].z), fmaxf(top.w, bias[r].w)};
+        low = {fminf(low.x, bias[r].x), fminf(low.y, bias[r].y), fminf(low.z, bias[r].z), fminf(low.w, bias[r].w)};
+      }
+      if (spreads_too_far(top.x, low.x) || spreads_too_far(top.y, low.y) || spreads_too_far(top.z, low.z) ||
+          spreads_too_far(top.w, low.w)) {
+        atomicOr(&far, 1u);
+      }
+#pragma unroll
+      for (int r = 0; r < kRowsPooledOverlap; ++r) {
+        exponents[(2 * r + half) * Row::kOctets + octet] = {bias_exponent(bias[r].x, top.x), bias_exponent(bias[r].y, top.y),
+                                                            bias_exponent(bias[r].z, top.z), bias_exponent(bias[r].w, top.w)};
+      }
+      weights[c] = weight;
+    }
   }
   // Every thread looks up where the sequence lies: what it asks for then need not wait for another's answer.
   const int s = args.sequence_count == 1 ? 0 : sequence_of_row(args, begin);
@@ -596,100 +643,105 @@ __global__ void __launch_bounds__(32 * kRegisterWarps, 1)
     return chain.component.rope == RopeStyle::kNone || (first_entry + i) * kOverlapRatio < chain.rope.positions;
   };
 
-  const uint64_t once = cache_evict_first();
-  const auto ask_for_first_group = [&] {
-    if (no_group_before) {  // put there already
-      barrier_arrive(&first_landed);
-      return;
-    }
-    barrier_arrive_expect(&first_landed, Unit::kFirstGroupBytes);
-    const int64_t row = first_row + int64_t{kWindowRows} * whole_from - (kRowsPooledOverlap - 1);
-#pragma unroll 1
-    for (int r = 0; r < kOverlapRatio; ++r) {
-      std::byte* const to = first_group + r * Unit::kRowBytes;
-      bulk_copy(to, static_cast<const std::byte*>(args.gate.data) + (row + r) * gate_row_bytes, Unit::kHalfBytes, &first_landed, once);
-      bulk_copy(to + Unit::kHalfBytes, static_cast<const std::byte*>(args.kv.data) + (row + r) * kv_row_bytes, Unit::kHalfBytes,
-                &first_landed, once);
-    }
-  };
-  const auto ask = [&](int u, int place) {
-    std::byte* const gates = ring + place * Unit::kUnitBytes;
-    uint64_t* const barrier = &landed[place];
-    const auto copy = [&](std::byte* to_gate, int64_t row, int at, int bytes) {
-      bulk_copy(to_gate, static_cast<const std::byte*>(args.gate.data) + row * gate_row_bytes + at, bytes, barrier, once);
-      bulk_copy(to_gate + Unit::kKvAt, static_cast<const std::byte*>(args.kv.data) + row * kv_row_bytes + at, bytes, barrier, once);
-    };
-    const int i = whole_from + u * Unit::kEntries;
-    const int64_t row = first_row + int64_t{kWindowRows} * i - (kOverlapRatio - 1);
-    const bool last = u + 1 == units;
-    if (!last && close_together) {
-      barrier_arrive_expect(barrier, Unit::kUnitBytes);
-      copy(gates, row, 0, Unit::kKvAt);
-      return;
-    }
-    // Of the stretch's last group the overlap half is another block's.
-    const int rows = kOverlapRatio * min(Unit::kEntries, count - i);
-    const int whole_rows = last ? rows - kOverlapRatio : rows;
-    barrier_arrive_expect(barrier, 2 * (whole_rows * Unit::kRowBytes + (rows - whole_rows) * Unit::kHalfBytes));
-#pragma unroll 1
-    for (int r = 0; r < rows; ++r) {
-      const int at = r < whole_rows ? 0 : Unit::kHalfBytes;
-      copy(gates + r * Unit::kRowBytes + at, row + r, at, Unit::kRowBytes - at);
-    }
-  };
-  const int at_once = min(units, stretches.units);
-  bool far = false;
   if (asks) {
-    if (no_group_before && units > 0) {                                                        // rows that weigh nothing
-      constexpr uint32_t kNoGate = kElement == RowElement::kBf16 ? 0xFF80FF80u : 0xFF800000u;  // minus infinity
+    if (thread % 32 != 0) return;
+    const bool of_gates = thread == pool_threads;
+    const int64_t row_bytes = of_gates ? gate_row_bytes : kv_row_bytes;
+    const bool close_together = row_bytes == Unit::kRowBytes;
+    const uint64_t once = cache_evict_first();
+    // Of the next unit to ask for: its first row.
+    const std::byte* from = static_cast<const std::byte*>(of_gates ? args.gate.data : args.kv.data) +
+                            (first_row + int64_t{kWindowRows} * whole_from - (kOverlapRatio - 1)) * row_bytes;
+    const auto ask_for_first_group = [&] {
+      if (no_group_before) {  // the other warps put it there
+        barrier_arrive(&first_landed);
+        return;
+      }
+      barrier_arrive_expect(&first_landed, kOverlapRatio * Unit::kHalfBytes);
+      std::byte* const to = first_group + (of_gates ? 0 : Unit::kHalfBytes);
+#pragma unroll
       for (int r = 0; r < kOverlapRatio; ++r) {
-        for (int at = 16 * (thread & 31); at < Unit::kHalfBytes; at += 16 * 32) {
-          std::byte* const to = first_group + r * Unit::kRowBytes + at;
-          *reinterpret_cast<uint4*>(to) = uint4{kNoGate, kNoGate, kNoGate, kNoGate};
-          *reinterpret_cast<uint4*>(to + Unit::kHalfBytes) = uint4{0, 0, 0, 0};
+        bulk_copy(to + r * Unit::kRowBytes, from + (r - kOverlapRatio) * row_bytes, Unit::kHalfBytes, &first_landed, once);
+      }
+    };
+    const int last_rows = kOverlapRatio * (count - whole_from - (units - 1) * Unit::kEntries);
+    const auto ask = [&](int place, bool last) {
+      std::byte* const to = ring + place * Unit::kUnitBytes + (of_gates ? 0 : Unit::kKvAt);
+      uint64_t* const barrier = &landed[place];
+      if (!last && close_together) {
+        barrier_arrive_expect(barrier, Unit::kKvAt);
+        bulk_copy(to, from, Unit::kKvAt, barrier, once);
+      } else {
+        // Of the stretch's last group the overlap half is another block's.
+        const int whole_rows = last ? last_rows - kOverlapRatio : Unit::kRows;
+        barrier_arrive_expect(barrier, whole_rows * Unit::kRowBytes + (last ? kOverlapRatio * Unit::kHalfBytes : 0));
+#pragma unroll 1
+        for (int r = 0; r < whole_rows; ++r) bulk_copy(to + r * Unit::kRowBytes, from + r * row_bytes, Unit::kRowBytes, barrier, once);
+        if (last) {
+#pragma unroll
+          for (int r = 0; r < kOverlapRatio; ++r) {
+            bulk_copy(to + (whole_rows + r) * Unit::kRowBytes + Unit::kHalfBytes, from + (whole_rows + r) * row_bytes + Unit::kHalfBytes,
+                      Unit::kHalfBytes, barrier, once);
+          }
         }
       }
-      __syncwarp();
-    }
-    if (thread == pool_threads && units > 0) {
-      ask_for_first_group();
+      from += Unit::kRows * row_bytes;
+    };
+    // Unit u once unit u - ahead has landed, and its place is free.
+    int ahead_place = 0;
+    uint32_t ahead_parity = 0;
+    const auto wait_ahead = [&](int u) {
+      if (u < stretches.ahead) return;
+      barrier_wait(&landed[ahead_place], ahead_parity);
+      if (++ahead_place == stretches.units) {
+        ahead_place = 0;
+        ahead_parity ^= 1;
+      }
+    };
+    const int at_once = min(units, stretches.units);
 #pragma unroll 1
-      for (int u = 0; u < at_once; ++u) ask(u, u);
+    for (int u = 0; u < at_once; ++u) {
+      wait_ahead(u);
+      if (u == 0) ask_for_first_group();
+      ask(u, u + 1 == units);
     }
-    __syncwarp();
-  } else {
-    for (int c = thread; c < 2 * Row::kOctets; c += pool_threads) {
-      const int half = c / Row::kOctets;
-      const int octet = c % Row::kOctets;
-      float4 bias[kRowsPooledOverlap];
-#pragma unroll
-      for (int r = 0; r < kRowsPooledOverlap; ++r) {
-        const int column = (r < kOverlapRatio ? 0 : kDims) + 8 * octet + 4 * half;
-        bias[r] = *reinterpret_cast<const float4*>(args.position_bias + (r % kOverlapRatio) * 2 * kDims + column);
-      }
-      float4 top = bias[0];
-      float4 low = bias[0];
-#pragma unroll
-      for (int r = 1; r < kRowsPooledOverlap; ++r) {
-        top = {fmaxf(top.x, bias[r].x), fmaxf(top.y, bias[r].y), fmaxf(top.z, bias[r].z), fmaxf(top.w, bias[r].w)};
-        low = {fminf(low.x, bias[r].x), fminf(low.y, bias[r].y), fminf(low.z, bias[r].z), fminf(low.w, bias[r].w)};
-      }
-      far |=
-          spreads_too_far(top.x, low.x) || spreads_too_far(top.y, low.y) || spreads_too_far(top.z, low.z) || spreads_too_far(top.w, low.w);
-#pragma unroll
-      for (int r = 0; r < kRowsPooledOverlap; ++r) {
-        exponents[(2 * r + half) * Row::kOctets + octet] = {bias_exponent(bias[r].x, top.x), bias_exponent(bias[r].y, top.y),
-                                                            bias_exponent(bias[r].z, top.z), bias_exponent(bias[r].w, top.w)};
+    barrier_wait(&known, 0);
+    if (!one || far != 0 || !fits) {
+      if (units > 0) barrier_wait(&first_landed, 0);  // nothing may arrive once the block has ended
+      for (int u = 0; u < at_once; ++u) barrier_wait(&landed[u], 0);
+      return;
+    }
+    if (of_gates && whole_from == 0) let_next_kernel_start();
+    int place = 0;
+    uint32_t parity = 0;
+#pragma unroll 1
+    for (int left = units - at_once; left > 0; --left) {
+      wait_ahead(stretches.units);
+      barrier_wait(&emptied[place], parity);
+      ask(place, left == 1);
+      if (++place == stretches.units) {
+        place = 0;
+        parity ^= 1;
       }
     }
-    if (chain.norm != NormKind::kNone) {
-      for (int c = thread; c < norm_dims(kDims) / 4; c += pool_threads) weights[c] = reinterpret_cast<const float4*>(chain.norm_weight)[c];
+    if (of_gates && whole_from > 0) {
+      barrier_wait(&carried_read, 0);
+      let_next_kernel_start();
     }
-    if (thread / 32 == pool_warps / 2) {  // neither the first, which has the exponents, nor the last, which has places
-      StateHeader header;
-      const StoreSequence whole = sequence;
-      const bool fit = sane && sequence_is_sound(args, whole) && device_sequence_fits(args, whole, &header);
-      if (thread % 32 == 0) fits = fit;
+    return;
+  }
+  if (thread / 32 == pool_warps / 2) {  // neither the first, which has the exponents, nor the last, which has places
+    StateHeader header;
+    const StoreSequence whole = sequence;
+    const bool fit = sane && sequence_is_sound(args, whole) && device_sequence_fits(args, whole, &header);
+    if (thread % 32 == 0) fits = fit;
+  }
+  if (no_group_before && units > 0) {                                                        // rows that weigh nothing
+    constexpr uint32_t kNoGate = kElement == RowElement::kBf16 ? 0xFF80FF80u : 0xFF800000u;  // minus infinity
+    for (int at = 16 * thread; at < kOverlapRatio * Unit::kHalfBytes; at += 16 * pool_threads) {
+      std::byte* const to = first_group + at / Unit::kHalfBytes * Unit::kRowBytes + at % Unit::kHalfBytes;
+      *reinterpret_cast<uint4*>(to) = uint4{kNoGate, kNoGate, kNoGate, kNoGate};
+      *reinterpret_cast<uint4*>(to + Unit::kHalfBytes) = uint4{0, 0, 0, 0};
     }
   }
   uint32_t status = 0;
@@ -708,28 +760,9 @@ __global__ void __launch_bounds__(32 * kRegisterWarps, 1)
     }
     places[i] = place;
   }
-  far = __syncthreads_or(far ? 1 : 0) != 0;
-  const bool general = !one || far;
-  if (asks) {
-    if (thread != pool_threads) return;
-    if (general || !fits) {
-      if (units > 0) barrier_wait(&first_landed, 0);  // nothing may arrive once the block has ended
-      for (int u = 0; u < at_once; ++u) barrier_wait(&landed[u], 0);
-      return;
-    }
-    int place = 0;
-    uint32_t parity = 0;
-#pragma unroll 1
-    for (int u = at_once; u < units; ++u) {
-      barrier_wait(&emptied[place], parity);
-      ask(u, place);
-      if (++place == stretches.units) {
-        place = 0;
-        parity ^= 1;
-      }
-    }
-    return;
-  }
+  barrier_arrive(&known);
+  barrier_wait(&known, 0);
+  const bool general = !one || far != 0;
   if (one && !fits) return;  // said by update_records_kernel
   const int groups = pool_threads / Row::kLanes;
   const int group = thread / Row::kLanes;
@@ -752,6 +785,7 @@ __global__ void __launch_bounds__(32 * kRegisterWarps, 1)
     for (int i = 0; first_of_warp + i < whole_from; i += groups) {
       store_window_out_of_line<kDims>(args, mine + i < whole_from ? first_row + int64_t{mine + i} * kWindowRows : -1, 1);
     }
+    if (whole_from > 0) barrier_arrive(&carried_read);
   }
   const int of_unit = Row::kLanes == 16 ? group & 1 : 0;  // which entry of a unit
   const uint32_t ring_at = shared_address(ring);
@@ -895,9 +929,10 @@ __global__ void __launch_bounds__(kFoldThreads) write_boundaries_kernel(const __
 
 // It begins to read while the kernels in front still run: none of them writes what it reads (entries go to pages, boundaries
 // to their own records), and what earlier kernels wrote is there, since those in front let it start only after they had
-// waited for them. It writes only after they have ended, for they read the records; and no block ends before that, so that
-// whoever waits for this kernel has waited for them.
-__global__ void __launch_bounds__(kRecordThreads) update_records_kernel(const __grid_constant__ StoreRowsArgs args) {
+// waited for them. It writes only after they have read the records: after their end, or at once where the kernel in front let
+// it start only then (`records_are_read`). No block ends before they do, so that whoever waits for this kernel has waited
+// for them.
+__global__ void __launch_bounds__(kRecordThreads) update_records_kernel(const __grid_constant__ StoreRowsArgs args, bool records_are_read) {
   __shared__ StateHeader shared_header;
   __shared__ bool shared_fits;
   let_next_kernel_start();  // it waits for this one's end, and so for those in front
@@ -926,8 +961,12 @@ __global__ void __launch_bounds__(kRecordThreads) update_records_kernel(const __
   if (!args.speculative) after.committed = after.next;
   update_record_rows(
       args.state, sequence.record, before, after, args.position_bias,
-      [&](int64_t position) { return device_call_row(args, sequence, position); }, [] { wait_for_previous_kernel(); });
+      [&](int64_t position) { return device_call_row(args, sequence, position); },
+      [&] {
+        if (!records_are_read) wait_for_previous_kernel();
+      });
   if (threadIdx.x == 0) *reinterpret_cast<StateHeader*>(state_record(args.state, sequence.record)) = after;
+  if (records_are_read) wait_for_previous_kernel();
 }
 
 template <int kDims, RowElement kElement>
@@ -948,8 +987,9 @@ absl::Status launch_stretches(const StoreRowsArgs& args, const StorePlan& plan, 
   const int64_t units = std::clamp<int64_t>((plan.shared_bytes_per_block - kKnownBytes) / Unit::kUnitBytes, kRingUnitsMin, kRingUnitsMax);
   const int64_t warps = std::min<int64_t>(units, kPoolWarpsMax);
   stretches.units = static_cast<int32_t>(units / warps * warps);
+  stretches.ahead = static_cast<int32_t>(std::clamp<int64_t>(kBytesOnTheirWay / Unit::kUnitBytes, 1, stretches.units));
   LaunchShape shape;
-  shape.block = dim3(static_cast<unsigned>(32 * (warps + 1)));
+  shape.block = dim3(static_cast<unsigned>(32 * (warps + kAskingWarps)));
   shape.grid = dim3(static_cast<unsigned>(blocks));
   shape.shared_bytes = static_cast<size_t>(stretches.units) * Unit::kUnitBytes + Unit::kFirstGroupBytes;
   constexpr bool kMayBeUsual = kElement == RowElement::kBf16;
@@ -959,7 +999,8 @@ absl::Status launch_stretches(const StoreRowsArgs& args, const StorePlan& plan, 
                 shape, stream, args, stretches);
 }
 
-absl::Status launch_entries(const StoreRowsArgs& args, const StorePlan& plan, cudaStream_t stream) {
+// `lets_records_go`: the next kernel starts once the records have been read.
+absl::Status launch_entries(const StoreRowsArgs& args, const StorePlan& plan, cudaStream_t stream, bool* lets_records_go) {
   const int ratio = args.chain.component.ratio;
   const int dims = args.chain.component.head_dim;
   const bool few = ratio == 1 || args.rows <= plan.rows_of_decode;
@@ -976,6 +1017,7 @@ absl::Status launch_entries(const StoreRowsArgs& args, const StorePlan& plan, cu
   const int64_t blocks = div_ceil(div_ceil(args.rows, window), groups);
   if (!few && args.kv.element == args.gate.element && (dims == 128 || dims == 512)) {
     const bool bf16 = args.kv.element == RowElement::kBf16;
+    *lets_records_go = true;
     if (dims == 128) {
       return bf16 ? launch_stretches<128, RowElement::kBf16>(args, plan, stream)
                   : launch_stretches<128, RowElement::kFp32>(args, plan, stream);
@@ -1050,7 +1092,8 @@ absl::Status store_rows_cuda_planned(const StoreRowsArgs& args, const StorePlan&
   if (!gate_vectors.ok()) return gate_vectors;
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   const int ratio = args.chain.component.ratio;
-  absl::Status entries = launch_entries(args, plan, cuda_stream);
+  bool records_are_read = false;
+  absl::Status entries = launch_entries(args, plan, cuda_stream, &records_are_read);
   if (!entries.ok()) return entries;
   LaunchShape shape;
   shape.block = dim3(kFoldThreads);
@@ -1058,11 +1101,12 @@ absl::Status store_rows_cuda_planned(const StoreRowsArgs& args, const StorePlan&
     shape.grid = dim3(static_cast<unsigned>(args.boundary_count));
     absl::Status written = launch("store_rows", write_boundaries_kernel, shape, cuda_stream, args);
     if (!written.ok()) return written;
+    records_are_read = false;  // boundaries read them too
   }
   if (ratio == 1) return absl::OkStatus();
   shape.grid = dim3(static_cast<unsigned>(args.sequence_count));
   shape.block = dim3(kRecordThreads);
-  return launch("store_rows", update_records_kernel, shape, cuda_stream, args);
+  return launch("store_rows", update_records_kernel, shape, cuda_stream, args, records_are_read);
 }
 
 }  // namespace needle

@@ -599,6 +599,22 @@ inline void long_runs_of_rows_give_the_bytes_of_short_ones(const StoreTwin& twin
   }
 }
 
+// One short call that goes through a ring of rows more than once; small enough for a tool that watches every access.
+inline void a_run_of_rows_is_pooled_right(const StoreTwin& twin) {
+  for (const Component& component : {index_k(4, ElementFormat::kBf16), kv_of(ComponentKind::kMainKv, 4, ElementFormat::kFp8DsMla)}) {
+    const StoreShape shape = shape_of(component, component.head_dim == 128 ? 60 : 30, 1);
+    StoreWorld truth(shape, 25);
+    truth.run(reference_store(), {shape.tokens});
+    StoreWorld world(shape, 25);
+    world.gap = 0;
+    world.run(twin, {shape.tokens});
+    int64_t values = 0;
+    int64_t beyond = 0;
+    expect_stored_near(world, truth, &values, &beyond);
+    EXPECT_EQ(beyond, 0) << describe(component);
+  }
+}
+
 inline void raw_and_running_state_give_the_same_pages(const StoreTwin& twin) {
   for (const std::vector<int>& chunks : std::vector<std::vector<int>>{{1000}, {1}, {5, 131, 60}}) {
     StoreShape shape = shape_of(kv_of(ComponentKind::kMainKv, 128, ElementFormat::kBf16), 3, 9);
@@ -1521,6 +1537,7 @@ inline const std::vector<StoreCase>& store_cases() {
       NEEDLE_CASE(rounding_modes_differ_where_they_should),
       NEEDLE_CASE(any_chunking_gives_the_same_bytes),
       NEEDLE_CASE(long_runs_of_rows_give_the_bytes_of_short_ones),
+      NEEDLE_CASE(a_run_of_rows_is_pooled_right),
       NEEDLE_CASE(raw_and_running_state_give_the_same_pages),
       NEEDLE_CASE(rejected_tokens_leave_no_trace),
       NEEDLE_CASE(a_run_resumed_from_a_boundary_record_gives_the_same_bytes),

@@ -118,7 +118,8 @@ absl::Status commit_on_device(const CommitStateArgs& host) {
   return done;
 }
 
-// Under its own plan, or under those of long calls: stretches of one entry, and of many that one warp works through.
+// Under its own plan, or under those of long calls: stretches of one entry, of many that two warps work through with the
+// least shared memory, and of many with as much as this GPU has.
 StoreTwin cuda_store(const std::string& name, const StorePlan& plan) {
   StoreTwin twin;
   twin.name = name;
@@ -132,8 +133,11 @@ StoreTwin cuda_store(const std::string& name, const StorePlan& plan) {
 }
 
 const std::vector<StoreTwin>& cuda_stores() {
+  const absl::StatusOr<DeviceFacts> facts = current_device_facts();
+  const int64_t shared_bytes = facts.ok() ? facts->shared_bytes_per_block : StorePlan{}.shared_bytes_per_block;
   static const std::vector<StoreTwin> kTwins = {cuda_store("cuda", StorePlan{}), cuda_store("short_stretches", StorePlan{0, 1 << 20}),
-                                                cuda_store("long_stretches", StorePlan{0, 1, 0})};
+                                                cuda_store("long_stretches", StorePlan{0, 1, 0}),
+                                                cuda_store("deep_rings", StorePlan{0, 1, shared_bytes})};
   return kTwins;
 }
 
