@@ -1,18 +1,20 @@
 // select_topk from scores and the maxima of their groups: a block a row, everything in the order of positions.
 //
-// A lane boils its share of the maxima down to four values; they are binned by their distance from the largest, and where the
-// k-th falls gives the floor. Groups that reach it are listed, their scores read, those that reach it put into the pool as
-// rank keys and binned likewise; the bin of the k-th key is resolved exactly, and members go out where a count of those
-// before them says.
+// Maxima are binned by their distance from the highest of a sample, and where the k-th falls gives the floor. Groups that reach
+// it are listed and their scores copied to shared memory; a row that fits there whole (kWhole) is asked for in the same instant
+// as its maxima, so that the floor is known when it comes. Each warp lists which of its scores reach the floor, its items, and
+// bins them; the bin of the k-th is resolved exactly, and members go out where a count of those before them says.
 //
 // What must stay true:
 //  1. A bin is a monotone function of a score, so whatever lies in a better bin is greater. Rounding may move a bin's edge and
 //     never the order.
-//  2. At least k scores reach the floor. Where one bin holds too many values to tell (equal scores, an outlier that stretches
-//     the bins), the floor is found exactly among (maximum, last position) of the groups: k groups reach that.
-//  3. Warps have contiguous shares, and lanes of a warp neighbouring items, round after round; list and pool ascend by position.
-//  4. What does not fit (list, pool) and rows with fewer than k numbers among their maxima are read whole instead.
-//  5. One barrier after another is what this kernel's time is made of: every warp works out for itself what all need.
+//  2. At least k scores reach the floor. Where bins cannot tell (equal scores, a sample that an outlier stretches), the floor is
+//     found exactly among (maximum, last position) of the groups: k groups reach that.
+//  3. Warps have contiguous shares of the row's groups or of the listed ones, and each warp's items ascend by position.
+//  4. What is too much for lanes to hold on to, or for one bin, or wanted by rank becomes one pool of keys; what fits nowhere, and
+//     rows with fewer than k numbers among their maxima, are read whole instead.
+//  5. Instructions of a warp, one after the other, are what this kernel's time is made of, a barrier being a dozen of them. So
+//     every warp works out for itself what all need, and what can be is worked out before the wait.
 #include <algorithm>
 #include <cstddef>
 
@@ -31,36 +33,43 @@ namespace {
 constexpr int kThreads = kTailThreads;
 constexpr int kWarps = kThreads / 32;
 constexpr int kValuesOfLane = 4;                   // what a lane's maxima are boiled down to
-constexpr int kCoarseBins = 256;                   // of those values: a lane has eight
-constexpr int kFineBins = 1024;                    // of the pool: 32 coarse ones of 32
+constexpr int kBins = 128;                         // a lane has four
 constexpr int kPoolCapacity = kMaximaGroup * 512;  // k groups of equal scores at k = 512
-constexpr int kGroupsMax = 4096;
-constexpr int kVectorEntries = 4 * kMaximaGroup;  // scores that 16 bytes of maxima stand for
-constexpr int kMaximaRounds = 4;                  // 16-byte vectors of maxima that a lane has under way
-constexpr int kQuadGroups = 8;                    // neighbours on the list whose scores four lanes read, a quarter of each a lane
+constexpr int kVectorEntries = 4 * kMaximaGroup;   // scores that 16 bytes of maxima stand for
+constexpr int kMaximaRounds = 4;                   // 16-byte vectors of maxima that a lane has under way
+constexpr int kQuadGroups = 8;                     // neighbours whose scores four lanes copy
 constexpr int kWarpGroups = 8 * kQuadGroups;
+constexpr int kWarpScores = kWarpGroups * kMaximaGroup;
+constexpr int kWholeEntries = kWarps * kWarpScores;
+constexpr int kGroupsMax = 4096 - kWarpGroups;
+constexpr uint32_t kMinusInfinityBits = 0xFF800000u;
+constexpr int kHeldItems = 4;  // of a lane, between barriers
 
+// Behind the scores that warps keep. These lie where the pool's keys will be, until keys are wanted at all.
+template <bool kWhole>
 struct alignas(16) MaximaShared {
-  uint32_t bins[kCoarseBins];
-  uint32_t highest[kWarps];
-  uint32_t lowest[kWarps];
+  static constexpr int kItemsMax = kWhole ? kWarpScores : 512;
+  uint32_t value_bins[kBins];
+  uint32_t score_bins[kBins];
   uint32_t groups_of[kWarps];
-  uint32_t keys_of[kWarps];
-  uint32_t groups[kGroupsMax + kWarpGroups];  // lanes look past the end
+  uint32_t items_of[kWarps];
+  uint32_t members_of[kWarps];
+  uint64_t finalists[kSelectFinalists];  // 0 where there is none
+  // Numbers of scores among those of a warp's groups.
+  uint16_t items[kWarps][kItemsMax];
+  uint16_t groups[kWhole ? 8 : kGroupsMax + kWarpGroups];  // lanes look past the end
 };
-constexpr size_t kSharedBytes = sizeof(SelectShared) + size_t{kPoolCapacity} * 8 + sizeof(MaximaShared);
-static_assert(2 * (kSharedBytes + 1024) <= 227 * 1024, "two blocks share a multiprocessor of 9.0");
-static_assert(kSharedBytes <= 99 * 1024, "a block of 12.0");
-static_assert(kFineBins <= kSelectBins && kFineBins / 32 <= kSelectCoarseBins, "the pool's bins");
+constexpr size_t kKeptAt = (sizeof(SelectShared) + 127) / 128 * 128;  // of the block's shared memory, where scores are kept
+constexpr size_t kMaximaAt = kKeptAt + size_t{kWholeEntries} * 4;
+template <bool kWhole>
+constexpr size_t kSharedBytes = kMaximaAt + sizeof(MaximaShared<kWhole>);
+static_assert(2 * (kSharedBytes<false> + 1024) <= 227 * 1024, "two blocks share a multiprocessor of 9.0");
+static_assert(kSharedBytes<false> <= 99 * 1024, "a block of 12.0");
+static_assert(sizeof(SelectShared) + size_t{kPoolCapacity} * 8 <= kMaximaAt, "keys lie where scores did");
 
-__device__ __forceinline__ MaximaShared& maxima_shared() { return *reinterpret_cast<MaximaShared*>(select_keys() + kPoolCapacity); }
-
-// Adds one where `counts`, without the branch that the compiler would put around an atomic.
-__device__ __forceinline__ void count_in(uint32_t bins, int bin, bool counts) {
-  asm volatile("{\n.reg .pred counts;\nsetp.ne.u32 counts, %1, 0;\n@counts red.relaxed.cta.shared::cta.add.u32 [%0], 1;\n}" ::"r"(
-                   bins + 4 * static_cast<uint32_t>(bin)),
-               "r"(counts ? 1u : 0u)
-               : "memory");
+template <bool kWhole>
+__device__ __forceinline__ MaximaShared<kWhole>& maxima_shared() {
+  return *reinterpret_cast<MaximaShared<kWhole>*>(reinterpret_cast<std::byte*>(&select_shared()) + kMaximaAt);
 }
 
 // Shared memory by its 32-bit address, worked out once: the compiler would begin from the block's place in its cluster each time.
@@ -72,40 +81,140 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
-// Scores that are asked for before the next __syncwarp(): the compiler would ask for each only where it is looked at.
-__device__ __forceinline__ float4 load_scores(const float4* from) {
+__device__ __forceinline__ uint32_t load_short(uint32_t address) {
+  uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_short(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(value)) : "memory");
+}
+__device__ __forceinline__ float4 load_kept(uint32_t address) {
   float4 four;
-  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "l"(from) : "memory");
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+               : "r"(address)
+               : "memory");
   return four;
 }
+__device__ __forceinline__ uint4 load_bins(uint32_t address) {
+  uint4 four;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+               : "r"(address)
+               : "memory");
+  return four;
+}
+// Adds one where `counts`, without the branch that the compiler would put around an atomic; and what stood there before.
+__device__ __forceinline__ void count_in(bool counts, uint32_t bin) {
+  asm volatile("{\n.reg .pred counts;\nsetp.ne.u32 counts, %1, 0;\n@counts red.relaxed.cta.shared::cta.add.u32 [%0], 1;\n}" ::"r"(bin),
+               "r"(counts ? 1u : 0u)
+               : "memory");
+}
+__device__ __forceinline__ uint32_t count_up(bool counts, uint32_t bin) {
+  uint32_t before = 0;
+  asm volatile("{\n.reg .pred counts;\nsetp.ne.u32 counts, %2, 0;\n@counts atom.relaxed.cta.shared::cta.add.u32 %0, [%1], 1;\n}"
+               : "+r"(before)
+               : "r"(bin), "r"(counts ? 1u : 0u)
+               : "memory");
+  return before;
+}
+
+// Maxima are asked for where the program says so: weak loads the compiler moves to where their values are looked at. 0 where
+// they are not `there`.
+__device__ __forceinline__ uint4 load_maxima(bool there, const uint4* from) {
+  uint4 four{0, 0, 0, 0};
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.u32 there, %5, 0;\n"
+      "@there ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(four.x), "+r"(four.y), "+r"(four.z), "+r"(four.w)
+      : "l"(from), "r"(there ? 1u : 0u)
+      : "memory");
+  return four;
+}
+__device__ __forceinline__ uint2 load_maxima(bool there, const uint2* from) {
+  uint2 two{0, 0};
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.u32 there, %3, 0;\n"
+      "@there ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];\n}"
+      : "+r"(two.x), "+r"(two.y)
+      : "l"(from), "r"(there ? 1u : 0u)
+      : "memory");
+  return two;
+}
+// Has the address worked out and translated early; says nothing about the value.
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory"); }
+// Four scores, to shared memory without a way through registers.
+__device__ __forceinline__ void copy_scores(bool there, uint32_t to, const float4* from) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.u32 there, %2, 0;\n@there cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to), "l"(from),
+               "r"(there ? 1u : 0u)
+               : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Where a warp keeps the score of an item. A lane reads 32 neighbours: the eight vectors of each 128 bytes change places so that
+// lanes meet in no bank. The warp's scores begin on 128 bytes.
+__device__ __forceinline__ uint32_t kept_at(uint32_t item) { return 4 * item ^ (item / 2 & 0x70u); }
 
 // The score that has these order bits, which are not 0.
 __device__ __forceinline__ float score_of_order(uint32_t order) {
   return __uint_as_float(order ^ (~static_cast<uint32_t>(static_cast<int32_t>(order) >> 31) | 0x80000000u));
 }
 
-// Best first: bin 0 holds the highest. Scale 0 (all alike, or too far apart to subtract) puts everything there.
-template <int kBins>
-struct BinMap {
-  float high;
-  float range;
-  float scale;
+__device__ __forceinline__ uint32_t best_of(const uint4& four) { return max(max(four.x, four.y), max(four.z, four.w)); }
+// The lowest less 1, so that 0 (no number) counts as the highest.
+__device__ __forceinline__ uint32_t least_of(const uint4& four) {
+  return min(min(four.x - 1u, four.y - 1u), min(four.z - 1u, four.w - 1u));
+}
 
-  __device__ __forceinline__ BinMap(uint32_t highest, uint32_t lowest)
-      : high(score_of_order(highest)), range(high - score_of_order(lowest)) {
-    scale = range > 1e-30f && range < 3e38f ? __fdividef(kBins - 0.1f, range) : 0.0f;
+// Values by their distance from the highest of a sample, best first; what lies outside is in the first or the last bin.
+struct ValueMap {
+  float high;
+  float width;  // of a bin and a trifle
+  float scale;  // 0 (all alike, or too far apart to subtract): everything is in the first bin
+
+  __device__ __forceinline__ ValueMap(float highest, float lowest) : high(highest) {
+    const float range = high - lowest;
+    const bool told = range > 1e-30f && range < 3e38f;
+    scale = told ? __fdividef(kBins - 0.1f, range) : 0.0f;
+    width = range * (1.000002f / (kBins - 0.1f));
   }
-  // In range without being cut: (high - score) x scale is at most kBins - 0.1, give or take three roundings. NaN (infinity x 0
-  // where the scale is 0): 0.
-  __device__ __forceinline__ int bin_of(float score) const { return __float2int_rz((high - score) * scale); }
-  // Order bits that every score of bins [0, bin] reaches: the edge less two parts in a million of the distance, as bins were
-  // told by other roundings, and two units in the last place of the difference.
-  __device__ __forceinline__ uint32_t order_at_end_of(uint32_t bin) const {
-    if (scale == 0.0f) return 0;
-    const float distance = static_cast<float>(bin + 1) * 1.000002f * (range * (1.0f / (kBins - 0.1f)));
-    return max(order_bits_of(high - distance), 2u) - 2u;
+  // NaN (infinity x 0) and what is negative become 0.
+  __device__ __forceinline__ uint32_t bin_of(float score) const { return min(__float2uint_rz((high - score) * scale), kBins - 1u); }
+  __device__ __forceinline__ bool tells(uint32_t bin) const { return scale != 0.0f && bin < kBins - 1; }
+  // What every score of bins [0, bin] reaches, where tells(bin): the edge less two parts in a million of the distance, as bins were
+  // told by other roundings, and two units in the last place of `high`.
+  __device__ __forceinline__ float end_of(uint32_t bin) const {
+    return high - __fmaf_rn(static_cast<float>(bin + 1), width, fabsf(high) * 2.4e-7f);
   }
 };
+// Scores from the floor upwards, best first, to twice as far as the sample's highest and beyond. Bins widen with the distance from
+// the floor, where the k-th lies: eight octaves of 16, so that a long way up costs it little.
+struct ScoreMap {
+  float floor;
+  float scale;
+
+  __device__ __forceinline__ ScoreMap(float high, float lowest) : floor(lowest) {
+    const float range = 2.0f * (high - floor);
+    scale = range > 1e-30f && range < 3e38f ? __fdividef(1.0f, range) : 0.0f;
+  }
+  __device__ __forceinline__ uint32_t bin_of(float score) const {
+    const float distance = __fmaf_rn(__saturatef((score - floor) * scale), 254.99f, 1.0f);  // [1, 256); NaN saturates to 0
+    return kBins - 1 - ((__float_as_uint(distance) - __float_as_uint(1.0f)) >> 19);
+  }
+};
+
+// As inclusive_over_warp(); the shuffle itself says where there is a lane so far below.
+__device__ __forceinline__ uint32_t sum_up_to_lane(uint32_t value) {
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    asm volatile(
+        "{\n.reg .pred there;\n.reg .u32 below;\n"
+        "shfl.sync.up.b32 below|there, %0, %1, 0, 0xFFFFFFFF;\n@there add.u32 %0, %0, below;\n}"
+        : "+r"(value)
+        : "r"(step));
+  }
+  return value;
+}
 
 // Where the wanted-th best lies: by every warp for itself.
 struct Crossing {
@@ -114,42 +223,22 @@ struct Crossing {
   uint32_t inside;  // in this one
   uint32_t total;   // in all bins; the rest is meaningless where that is below `wanted`
 };
-// Of kFineBins bins and the sums of 32 each.
-__device__ __forceinline__ Crossing find_crossing(const uint32_t* bins, const uint32_t* coarse, uint32_t wanted) {
-  const uint32_t lane = threadIdx.x & 31u;
-  const uint32_t own_coarse = coarse[lane];
-  const uint32_t up_to = inclusive_over_warp(own_coarse);
+__device__ __forceinline__ Crossing find_crossing(uint32_t bins, uint32_t wanted, int lane) {
+  const uint4 own = load_bins(bins + 16 * static_cast<uint32_t>(lane));
+  const uint32_t two = own.x + own.y;
+  const uint32_t three = two + own.z;
+  const uint32_t four = three + own.w;
+  const uint32_t up_to = sum_up_to_lane(four);
+  const uint32_t rest = wanted - (up_to - four);  // in the one lane that counts
+  const bool past_first = own.x < rest;
+  const bool past_second = two < rest;
+  const bool past_third = three < rest;
+  const uint32_t bin = past_third ? 3 : past_second ? 2 : past_first ? 1 : 0;
+  const uint32_t above = past_third ? three : past_second ? two : past_first ? own.x : 0;
+  const uint32_t inside = past_third ? own.w : past_second ? own.z : past_first ? own.y : own.x;
   const int at = max(0, __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, up_to >= wanted))) - 1);
-  const uint32_t own = bins[32 * at + static_cast<int>(lane)];
-  const uint32_t with_own = __shfl_sync(0xFFFFFFFFu, up_to - own_coarse, at) + inclusive_over_warp(own);
-  const int bin = max(0, __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, with_own >= wanted))) - 1);
-  return {static_cast<uint32_t>(32 * at + bin), __shfl_sync(0xFFFFFFFFu, with_own - own, bin), __shfl_sync(0xFFFFFFFFu, own, bin),
-          __shfl_sync(0xFFFFFFFFu, up_to, 31)};
-}
-// Of kCoarseBins bins, without sums.
-__device__ __forceinline__ Crossing find_crossing(const uint32_t* bins, uint32_t wanted) {
-  const uint32_t lane = threadIdx.x & 31u;
-  const uint4 first = reinterpret_cast<const uint4*>(bins)[2 * lane];
-  const uint4 second = reinterpret_cast<const uint4*>(bins)[2 * lane + 1];
-  const uint32_t own[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-  uint32_t sum = 0;
-#pragma unroll
-  for (int b = 0; b < 8; ++b) sum += own[b];
-  const uint32_t up_to = inclusive_over_warp(sum);
-  uint32_t above = up_to - sum;
-  uint32_t bin = 8 * lane;
-  uint32_t inside = own[0];
-#pragma unroll
-  for (int b = 1; b < 8; ++b) {
-    if (above + inside < wanted) {
-      above += inside;
-      inside = own[b];
-      bin = 8 * lane + static_cast<uint32_t>(b);
-    }
-  }
-  const int at = max(0, __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, up_to >= wanted))) - 1);
-  return {__shfl_sync(0xFFFFFFFFu, bin, at), __shfl_sync(0xFFFFFFFFu, above, at), __shfl_sync(0xFFFFFFFFu, inside, at),
-          __shfl_sync(0xFFFFFFFFu, up_to, 31)};
+  return {4 * static_cast<uint32_t>(at) + __shfl_sync(0xFFFFFFFFu, bin, at), __shfl_sync(0xFFFFFFFFu, up_to - four + above, at),
+          __shfl_sync(0xFFFFFFFFu, inside, at), __shfl_sync(0xFFFFFFFFu, up_to, 31)};
 }
 
 // Of what the warps before this one counted, and of all.
@@ -157,9 +246,8 @@ struct Counted {
   uint32_t before;
   uint32_t total;
 };
-__device__ __forceinline__ Counted over_warps(const uint32_t* count_of, int warp) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const uint32_t theirs = lane < kWarps ? count_of[lane] : 0;
+__device__ __forceinline__ Counted over_warps(uint32_t count_of, int warp, int lane) {
+  const uint32_t theirs = lane < kWarps ? load_shared(count_of + 4 * static_cast<uint32_t>(lane)) : 0;
   return {__reduce_add_sync(0xFFFFFFFFu, lane < warp ? theirs : 0u), __reduce_add_sync(0xFFFFFFFFu, theirs)};
 }
 
@@ -174,7 +262,7 @@ struct FlagPlaces {
     counts = (counts & 0x3333u) + ((counts >> 2) & 0x3333u);  // a nibble a round
     counts = (counts | counts << 8) & 0x00FF00FFu;
     counts = (counts | counts << 4) & 0x0F0F0F0Fu;  // a byte a round
-    const uint32_t up_to = inclusive_over_warp(counts);
+    const uint32_t up_to = sum_up_to_lane(counts);
     all = __shfl_sync(0xFFFFFFFFu, up_to, 31);
     before = up_to - counts;
   }
@@ -184,23 +272,6 @@ struct FlagPlaces {
     return __dp4a(all & ((1u << (8 * round)) - 1u), 0x01010101u, 0u) + ((before >> (8 * round)) & 255u);
   }
 };
-
-// A quad's flags of eight groups become each lane's flags of two, in the order of positions. Before: bits 4 g to 4 g + 3 are
-// this lane's quarter of group g. After: the low half is group 2 x (the lane's place in the quad), the high half the next.
-__device__ __forceinline__ uint32_t own_groups_of_quad(uint32_t flags) {
-  const uint32_t part = threadIdx.x & 3u;
-  // Bytes change places with lanes: byte i of lane j with byte j of lane i.
-  uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, flags, 1);
-  flags = __byte_perm(flags, other, (part & 1u) != 0 ? 0x3715 : 0x6240);
-  other = __shfl_xor_sync(0xFFFFFFFFu, flags, 2);
-  flags = __byte_perm(flags, other, (part & 2u) != 0 ? 0x3276 : 0x5410);
-  const auto low_nibbles = [](uint32_t word) {
-    word &= 0x0F0F0F0Fu;
-    word = (word | word >> 4) & 0x00FF00FFu;
-    return (word | word >> 8) & 0xFFFFu;
-  };
-  return low_nibbles(flags) | low_nibbles(flags >> 4) << 16;
-}
 
 // A warp's share of `count` items: [first, first + held).
 struct Share {
@@ -213,8 +284,9 @@ __device__ __forceinline__ Share share_of_warp(int count, int warp) {
   return {first, min(each, count - first)};
 }
 
-// A row that cannot be bounded, or has no room: as select_topk does it.
-__device__ __noinline__ void give_whole_row(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, bool crowded) {
+// A row that cannot be bounded, or has no room: as select_topk does it. `memory` is shared and nobody's.
+__device__ __noinline__ void give_whole_row(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, bool crowded, void* memory,
+                                            uint32_t memory_bytes) {
   SelectShared& pool = select_shared();
   const int length = static_cast<int>(visible.length);
   read_part_slowly<kThreads>(args.scores + row * args.score_stride, 0, length, kPoolCapacity, args.k, 0);
@@ -224,323 +296,459 @@ __device__ __noinline__ void give_whole_row(const SelectTopkArgs& args, const Vi
     if (crowded) pool.overflows += 1;
   }
   __syncthreads();
-  MaximaShared& shared = maxima_shared();
-  give_row(args, visible, row, static_cast<uint32_t>(length), pool.threshold, reinterpret_cast<uint4*>(shared.groups),
-           static_cast<uint32_t>(sizeof(shared.groups)));
+  give_row(args, visible, row, static_cast<uint32_t>(length), pool.threshold, static_cast<uint4*>(memory), memory_bytes);
 }
 
-// The floor where bins cannot tell: the k-th best of (maximum, last position) over all groups, with the pool for room.
-__device__ __noinline__ uint64_t exact_floor(const uint4* row_maxima, int vectors, int k, uint32_t highest, uint32_t lowest) {
+// The floor where bins cannot tell: the k-th best of (maximum, last position) over all groups, with the pool for room; order_max
+// becomes the highest maximum.
+__device__ __noinline__ uint64_t exact_floor(const uint4* row_maxima, int vectors, int k) {
   uint64_t* const keys = select_keys();
+  wait_for_copies();  // into the pool's room
+  __syncthreads();
+  uint32_t highest = 0;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < vectors; i += kThreads) {
-    const uint4 four = __ldg(row_maxima + i);
+    const uint4 four = load_maxima(true, row_maxima + i);
     const uint32_t order[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const uint32_t last = static_cast<uint32_t>((4 * i + c) * kMaximaGroup + kMaximaGroup - 1);
       keys[4 * i + c] = order[c] == 0 ? 0 : static_cast<uint64_t>(order[c]) << 32 | ~last;
+      highest = max(highest, order[c]);
     }
   }
-  if (threadIdx.x == 0) select_shared().order_max = highest;
+  note_order_max(highest);
   __syncthreads();
-  return block_kth_bound<kThreads>(share_of_run<kThreads>(4 * vectors), k, static_cast<uint64_t>(lowest) << 32);
+  return block_kth_bound<kThreads>(share_of_run<kThreads>(4 * vectors), k, uint64_t{score_order_bits(kMinusInfinityBits)} << 32);
 }
-// The k-th key of the pool, of any keys: where a bin holds too many, or members are wanted by rank.
+// The k-th key of a pool that the block has just written, of any keys >= floor_order; `highest` of what this thread wrote.
 __device__ __noinline__ uint64_t exact_bound(int count, int k, uint32_t highest, uint32_t floor_order) {
-  SelectShared& pool = select_shared();
-  if (count <= k) return 1;
-  __syncthreads();  // everybody has read the bins
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kSelectBins; i += kThreads) pool.bins[i] = 0;
-  if (threadIdx.x == 0) pool.order_max = highest;
+  note_order_max(highest);
   __syncthreads();
-  return block_kth_bound<kThreads>(share_of_run<kThreads>(count), k, static_cast<uint64_t>(floor_order) << 32);
+  return count <= k ? 1 : block_kth_bound<kThreads>(share_of_run<kThreads>(count), k, static_cast<uint64_t>(floor_order) << 32);
+}
+// Of the warp's keys, which ascend by position, those that reach the bound. Returns what write_member says of absent pages.
+__device__ __noinline__ uint32_t give_keys(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, const uint64_t* keys,
+                                           uint32_t count, uint64_t bound, uint32_t members_of, int warp, int lane) {
+  const auto members_from = [&](uint32_t first) {
+    const uint32_t i = first + static_cast<uint32_t>(lane);
+    return __ballot_sync(0xFFFFFFFFu, i < count && keys[i] >= bound);
+  };
+  uint32_t members = 0;
+#pragma unroll 1
+  for (uint32_t first = 0; first < count; first += 32) members += static_cast<uint32_t>(__popc(members_from(first)));
+  if (lane == 0) store_shared(members_of + 4 * static_cast<uint32_t>(warp), members);
+  __syncthreads();
+  uint32_t before = over_warps(members_of, warp, lane).before;
+  uint32_t absent = 0;
+#pragma unroll 1
+  for (uint32_t first = 0; first < count; first += 32) {
+    const uint32_t mask = members_from(first);
+    if ((mask >> lane & 1u) != 0) {
+      const uint64_t key = keys[first + static_cast<uint32_t>(lane)];
+      const uint32_t place = before + static_cast<uint32_t>(__popc(mask & lanes_below()));
+      write_member(args, visible, row, place, position_of_key(key), score_of_order(order_bits_of_key(key)), &absent);
+    }
+    before += static_cast<uint32_t>(__popc(mask));
+  }
+  return absent;
 }
 
-// kBlocks share a multiprocessor, and with it its registers: what they have decides how many scores a lane asks for at once.
-template <int kBlocks>
+// A score that reaches the floor, and its bin (kBins: none) with how many others the bin held before it.
+struct Item {
+  uint32_t at;
+  float score;
+  uint32_t bin;
+  uint32_t rank;
+};
+
+// Division by what the host knows, of numbers below 2^31.
+struct Divider {
+  uint32_t divisor = 1;
+  uint32_t multiplier = 0;
+  uint32_t shift = 0;
+
+  explicit Divider(uint32_t by) : divisor(by) {
+    while ((uint64_t{1} << shift) < by) ++shift;
+    multiplier = static_cast<uint32_t>((uint64_t{1} << (31 + shift)) / by + 1);
+  }
+  __device__ __forceinline__ uint32_t quotient(uint32_t number) const { return __umulhi(2 * number, multiplier) >> shift; }
+};
+
+// kBlocks share a multiprocessor. kWhole: rows have at most kWholeEntries entries.
+template <int kBlocks, bool kWhole>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    select_by_maxima_kernel(const __grid_constant__ SelectTopkArgs args, const __grid_constant__ GroupMaxima maxima) {
+    select_by_maxima_kernel(const __grid_constant__ SelectTopkArgs args, const __grid_constant__ GroupMaxima maxima,
+                            const __grid_constant__ Divider slots_per_page) {
+  using Shared = MaximaShared<kWhole>;
   SelectShared& pool = select_shared();
-  MaximaShared& shared = maxima_shared();
+  Shared& shared = maxima_shared<kWhole>();
   uint64_t* const keys = select_keys();
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);  // which the compiler then takes for uniform
+  int lane = static_cast<int>(threadIdx.x) & 31;
   const int row = static_cast<int>(blockIdx.x);
   const int k = args.k;
 
   block_begin<kThreads>();
-  if (threadIdx.x < kCoarseBins / 4) reinterpret_cast<uint4*>(shared.bins)[threadIdx.x] = uint4{0, 0, 0, 0};
+  if (threadIdx.x < 2 * kBins / 4) reinterpret_cast<uint4*>(shared.value_bins)[threadIdx.x] = uint4{0, 0, 0, 0};
+  if (threadIdx.x < kSelectFinalists) shared.finalists[threadIdx.x] = 0;
   // Before the wait: the scores' maker lets this kernel start once it has waited itself, and does not write lengths or pages.
   const VisibleRow visible = visible_row(args, row);
   const int length = static_cast<int>(visible.length);
-  const float* const scores = args.scores + row * args.score_stride;
-  const float4* score_vectors = reinterpret_cast<const float4*>(scores) + (lane & 3);
   const int vectors = (length + kVectorEntries - 1) / kVectorEntries;  // of maxima
+  const int row_groups = (length + kMaximaGroup - 1) / kMaximaGroup;
   const Share share = share_of_warp(vectors, warp);
-  const uint4* row_maxima = reinterpret_cast<const uint4*>(maxima.orders + row * maxima.stride);
-  const uint4* lane_maxima = row_maxima + share.first + lane;
-  uint32_t list = shared_address(shared.groups);
-  uint32_t bins = shared_address(pool.bins);
-  uint32_t value_bins = shared_address(shared.bins);
-  asm volatile("" : "+r"(list), "+r"(bins), "+r"(value_bins), "+l"(score_vectors), "+l"(lane_maxima));  // kept, not worked out again
-  const auto maxima_at = [&](int place) {  // of the share and lane; zeros where there is none
-    return place + lane < share.held ? __ldg(lane_maxima + place) : uint4{0, 0, 0, 0};
+  const float* const scores = args.scores + row * args.score_stride;
+  const uint4* const row_maxima = reinterpret_cast<const uint4*>(maxima.orders + row * maxima.stride);
+  const uint4* const lane_maxima = row_maxima + share.first + lane;
+  const uint2* const lane_pair = reinterpret_cast<const uint2*>(row_maxima + share.first) + lane;  // of a whole row
+  // The same for every warp: runs of four vectors in the middle of each eighth of the row.
+  const uint4* lane_sample = row_maxima + max(min(((lane / 4) * vectors + vectors / 2) / 8 + (lane & 3), vectors - 1), 0);
+  const float4* score_vectors = reinterpret_cast<const float4*>(scores);
+  if (kWhole) score_vectors += kWarpScores / 4 * warp + lane;
+  uint32_t here = shared_address(&shared);
+  uint32_t kept =
+      shared_address(&pool) + static_cast<uint32_t>(kKeptAt) + 4 * static_cast<uint32_t>(kWarpScores * warp);  // the warp's scores
+  uint32_t items = shared_address(shared.items[warp]);
+  int32_t* positions_out = args.positions + row * args.out_stride;
+  int32_t* slots_out = args.slots == nullptr ? nullptr : args.slots + row * args.out_stride;
+  // Worked out once, and before the wait.
+  asm volatile("" : "+r"(lane), "+r"(here), "+r"(kept), "+r"(items), "+l"(positions_out), "+l"(slots_out));
+  const uint32_t value_bins = here + offsetof(Shared, value_bins);
+  const uint32_t score_bins = here + offsetof(Shared, score_bins);
+  const uint32_t groups = here + offsetof(Shared, groups);
+  const auto give_whole = [&](bool crowded) {
+    wait_for_copies();  // into the room for keys
+    give_whole_row(args, visible, row, crowded, shared.items, static_cast<uint32_t>(sizeof(shared.items) + sizeof(shared.groups)));
   };
+  const auto maxima_at = [&](int place) {  // of the share and lane; zeros where there is none
+    return load_maxima(place + lane < share.held, lane_maxima + place);
+  };
+  // Of a whole row: the warp's scores, each round 128 of them.
+  const auto copy_whole = [&] {
+    int left = 4 * row_groups - kWarpScores / 4 * warp - lane;
+    asm volatile("" : "+r"(left));  // or what is told here would be kept for the next time
+    const uint32_t first = kept + kept_at(4 * static_cast<uint32_t>(lane));
+#pragma unroll
+    for (uint32_t r = 0; r < kQuadGroups; ++r) {  // kept_at(4 * lane + 128 * r) in fewer steps
+      copy_scores(32 * static_cast<int>(r) < left, (first ^ (r % 2 * 64)) + 512 * r, score_vectors + 32 * r);
+    }
+  };
+  if (kWhole && lane / 2 < share.held) prefetch(lane_pair);
+  if (!kWhole && lane < share.held) prefetch(lane_maxima);
+  if (vectors > 0) prefetch(lane_sample);
+  if (kWhole && kWarpGroups * warp + lane / 4 < row_groups) prefetch(score_vectors);
+  __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
+  if (length == 0) return give_whole(false);
 
-  // Each lane's maxima become four values, of disjoint groups: 2,048 a block where the row is long enough.
-  uint32_t value[kValuesOfLane];
+  // Each lane's maxima become a few values, of disjoint groups: 1,024 of a whole row, else 2,048 where it is long enough.
+  uint32_t value[kValuesOfLane] = {0, 0, 0, 0};
   uint4 held[kMaximaRounds];  // the first maxima of the lane
-#pragma unroll
-  for (int j = 0; j < kMaximaRounds; ++j) held[j] = maxima_at(32 * j);
-  if (share.held <= 32) {
-    value[0] = held[0].x;
-    value[1] = held[0].y;
-    value[2] = held[0].z;
-    value[3] = held[0].w;
-  } else if (share.held <= 64) {
-    value[0] = max(held[0].x, held[0].y);
-    value[1] = max(held[0].z, held[0].w);
-    value[2] = max(held[1].x, held[1].y);
-    value[3] = max(held[1].z, held[1].w);
+  const uint4 sampled = load_maxima(true, lane_sample);
+  uint32_t sample_high = 0;
+  uint32_t sample_low = 0;
+  if constexpr (kWhole) {
+    const uint2 two = load_maxima(lane / 2 < share.held, lane_pair);
+    __syncthreads();  // every warp's maxima are asked for before the first scores: they would wait behind these
+    copy_whole();
+    // A branch between asking and looking: without one the compiler asks for scores only behind all that the maxima need.
+    if (4 * vectors < k) return give_whole(false);
+    value[0] = two.x;
+    value[1] = two.y;
+    sample_high = best_of(sampled);
+    sample_low = least_of(sampled);
   } else {
-    const auto best_of = [](const uint4& four) { return max(max(four.x, four.y), max(four.z, four.w)); };
 #pragma unroll
-    for (int j = 0; j < kMaximaRounds; ++j) value[j] = best_of(held[j]);
+    for (int j = 0; j < kMaximaRounds; ++j) held[j] = maxima_at(32 * j);
+    sample_high = best_of(sampled);
+    if (share.held <= 32) {
+      sample_low = least_of(sampled);
+      value[0] = held[0].x;
+      value[1] = held[0].y;
+      value[2] = held[0].z;
+      value[3] = held[0].w;
+    } else if (share.held <= 64) {
+      sample_low = least_of(sampled);
+      value[0] = max(held[0].x, held[0].y);
+      value[1] = max(held[0].z, held[0].w);
+      value[2] = max(held[1].x, held[1].y);
+      value[3] = max(held[1].z, held[1].w);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kMaximaRounds; ++j) value[j] = best_of(held[j]);
+#pragma unroll 1
+      for (int base = 32 * kMaximaRounds; base < share.held; base += 32 * kMaximaRounds) {
+#pragma unroll
+        for (int j = 0; j < kMaximaRounds; ++j) value[j] = max(value[j], best_of(maxima_at(base + 32 * j)));
+        sample_high = max(sample_high, best_of(load_maxima(true, lane_sample + base / (8 * kMaximaRounds))));
+      }
+      sample_low = sample_high - 1u;
+    }
+    static_assert(kMaximaRounds == kValuesOfLane, "a value a round");
+  }
+  sample_high = __reduce_max_sync(0xFFFFFFFFu, sample_high);
+  sample_low = __reduce_min_sync(0xFFFFFFFFu, sample_low) + 1u;
+  const ValueMap value_map(score_of_order(sample_high), score_of_order(sample_low));
+#pragma unroll
+  for (int i = 0; i < (kWhole ? 2 : kValuesOfLane); ++i) {
+    count_in(value[i] != 0, value_bins + 4 * value_map.bin_of(score_of_order(value[i])));
+  }
+  __syncthreads();
+
+  // The floor, which at least k scores reach.
+  const Crossing at_floor = find_crossing(value_bins, static_cast<uint32_t>(k), lane);
+  if (at_floor.total < static_cast<uint32_t>(k)) return give_whole(false);
+  float floor = value_map.end_of(at_floor.bin);
+  float high = value_map.high;
+  uint64_t floor_key = 0;  // where scores that equal the floor are told by their positions
+  const bool told = at_floor.above + at_floor.inside <= static_cast<uint32_t>(k + max(k / 4, 64)) && value_map.tells(at_floor.bin);
+  if (!told) {
+    if (4 * vectors > kPoolCapacity) return give_whole(true);
+    floor_key = exact_floor(row_maxima, vectors, k);
+    floor = score_of_order(order_bits_of_key(floor_key));
+    high = score_of_order(pool.order_max);
+    if (kWhole) copy_whole();
+  }
+  const ScoreMap score_map(high, floor);
+
+  // The groups that reach it: each warp's own where none has more than it reads at once, else dealt out evenly.
+  Share mine{kWarpGroups * warp, min(max(row_groups - kWarpGroups * warp, 0), kWarpGroups)};
+  if constexpr (!kWhole) {
+    const uint32_t floor_order = order_bits_of(floor);
+    const auto maxima_flags = [&](int base) {
+      uint32_t flags = 0;
+#pragma unroll
+      for (int j = 0; j < kMaximaRounds; ++j) {
+        const uint4 maximum = base == 0 ? held[j] : maxima_at(base + 32 * j);
+        flags |= (maximum.x >= floor_order ? 1u << (4 * j) : 0u) | (maximum.y >= floor_order ? 2u << (4 * j) : 0u) |
+                 (maximum.z >= floor_order ? 4u << (4 * j) : 0u) | (maximum.w >= floor_order ? 8u << (4 * j) : 0u);
+      }
+      return flags;
+    };
+    const uint32_t held_flags = maxima_flags(0);
+    uint32_t found = __reduce_add_sync(0xFFFFFFFFu, static_cast<uint32_t>(__popc(held_flags)));
 #pragma unroll 1
     for (int base = 32 * kMaximaRounds; base < share.held; base += 32 * kMaximaRounds) {
-#pragma unroll
-      for (int j = 0; j < kMaximaRounds; ++j) value[j] = max(value[j], best_of(maxima_at(base + 32 * j)));
+      found += __reduce_add_sync(0xFFFFFFFFu, static_cast<uint32_t>(__popc(maxima_flags(base))));
     }
-  }
-  static_assert(kMaximaRounds == kValuesOfLane, "a value a round");
-  uint32_t highest = max(max(value[0], value[1]), max(value[2], value[3]));
-  // Less 1, so that 0 (no number) counts as the highest.
-  uint32_t lowest = min(min(value[0] - 1u, value[1] - 1u), min(value[2] - 1u, value[3] - 1u));
-  highest = __reduce_max_sync(0xFFFFFFFFu, highest);
-  lowest = __reduce_min_sync(0xFFFFFFFFu, lowest);
-  if (lane == 0) {
-    shared.highest[warp] = highest;
-    shared.lowest[warp] = lowest;
-  }
-  __syncthreads();
-  highest = __reduce_max_sync(0xFFFFFFFFu, shared.highest[lane & (kWarps - 1)]);
-  lowest = __reduce_min_sync(0xFFFFFFFFu, shared.lowest[lane & (kWarps - 1)]) + 1u;
-
-  // The floor: a rank key that at least k scores reach.
-  const BinMap<kCoarseBins> value_map(highest, lowest);
-#pragma unroll
-  for (int i = 0; i < kValuesOfLane; ++i) count_in(value_bins, value_map.bin_of(score_of_order(value[i])), value[i] != 0);
-  __syncthreads();
-  const Crossing at_floor = find_crossing(shared.bins, static_cast<uint32_t>(k));
-  if (at_floor.total < static_cast<uint32_t>(k)) return give_whole_row(args, visible, row, false);
-  const bool told = at_floor.above + at_floor.inside <= static_cast<uint32_t>(k + max(k / 4, 64));
-  uint64_t floor = static_cast<uint64_t>(max(lowest, value_map.order_at_end_of(at_floor.bin))) << 32;
-  if (!told) {
-    if (4 * vectors > kPoolCapacity) return give_whole_row(args, visible, row, true);
-    floor = exact_floor(row_maxima, vectors, k, highest, lowest);
-  }
-  const uint32_t floor_order = order_bits_of_key(floor);
-  const uint32_t last_equal = position_of_key(floor);  // of scores that equal the floor's, those up to here are in
-
-  // The list of groups that reach it.
-  const auto maxima_flags = [&](int base) {
-    uint32_t flags = 0;
-#pragma unroll
-    for (int j = 0; j < kMaximaRounds; ++j) {
-      const uint4 four = base == 0 ? held[j] : maxima_at(base + 32 * j);
-      flags |= (four.x >= floor_order ? 1u << (4 * j) : 0u) | (four.y >= floor_order ? 2u << (4 * j) : 0u) |
-               (four.z >= floor_order ? 4u << (4 * j) : 0u) | (four.w >= floor_order ? 8u << (4 * j) : 0u);
+    if (lane == 0) shared.groups_of[warp] = found;
+    __syncthreads();
+    mine.held = static_cast<int>(found);
+    const uint32_t groups_of = here + offsetof(Shared, groups_of);
+    const bool dealt =
+        __reduce_max_sync(0xFFFFFFFFu, load_shared(groups_of + 4 * static_cast<uint32_t>(lane & (kWarps - 1)))) > kWarpGroups;
+    uint32_t to = static_cast<uint32_t>(mine.first);
+    if (dealt) {
+      const Counted counted = over_warps(groups_of, warp, lane);
+      if (counted.total > kGroupsMax) return give_whole(true);
+      mine = share_of_warp(static_cast<int>(counted.total), warp);
+      to = counted.before;
     }
-    return flags;
-  };
-  const uint32_t held_flags = maxima_flags(0);
-  uint32_t found = __reduce_add_sync(0xFFFFFFFFu, static_cast<uint32_t>(__popc(held_flags)));
 #pragma unroll 1
-  for (int base = 32 * kMaximaRounds; base < share.held; base += 32 * kMaximaRounds) {
-    found += __reduce_add_sync(0xFFFFFFFFu, static_cast<uint32_t>(__popc(maxima_flags(base))));
-  }
-  if (lane == 0) shared.groups_of[warp] = found;
-  __syncthreads();
-  Counted counted = over_warps(shared.groups_of, warp);
-  const int listed = static_cast<int>(counted.total);
-  if (listed > kGroupsMax) return give_whole_row(args, visible, row, true);
-  if (threadIdx.x == 0) pool.finalist_count = 0;
-  uint32_t to = counted.before;
-#pragma unroll 1
-  for (int base = 0; base < share.held; base += 32 * kMaximaRounds) {
-    const uint32_t flags = base == 0 ? held_flags : maxima_flags(base);
-    const FlagPlaces places(flags);
+    for (int base = 0; base < share.held; base += 32 * kMaximaRounds) {
+      const uint32_t flags = base == 0 ? held_flags : maxima_flags(base);
+      const FlagPlaces places(flags);
 #pragma unroll
-    for (uint32_t j = 0; j < kMaximaRounds; ++j) {
-      uint32_t next = list + 4 * (to + places.of_round(j));
-      const uint32_t group = static_cast<uint32_t>(4 * (share.first + base + 32 * static_cast<int>(j) + lane));
+      for (uint32_t j = 0; j < kMaximaRounds; ++j) {
+        uint32_t next = groups + 2 * (to + places.of_round(j));
+        const uint32_t group = static_cast<uint32_t>(4 * (share.first + base + 32 * static_cast<int>(j) + lane));
 #pragma unroll
-      for (uint32_t c = 0; c < 4; ++c) {
-        if ((flags >> (4 * j + c) & 1u) != 0) {
-          store_shared(next, group + c);
-          next += 4;
+        for (uint32_t c = 0; c < 4; ++c) {
+          if ((flags >> (4 * j + c) & 1u) != 0) {
+            store_short(next, group + c);
+            next += 2;
+          }
         }
       }
+      to += places.total();
     }
-    to += places.total();
+    if (dealt) __syncthreads();
+    __syncwarp();
   }
-  __syncthreads();
 
-  // Their scores; the positions of what reaches the floor go to the pool, in order.
-  const float floor_score = score_of_order(floor_order);
-  const Share mine = share_of_warp(listed, warp);  // of the listed groups
-  const int quad_first = kQuadGroups * (lane / 4);
-  const uint32_t quad_list = list + 4 * static_cast<uint32_t>(mine.first + quad_first);
-  // Of bit `bit` of this lane's own groups; `stretch` counts the warp's groups.
-  const auto position_of = [&](int stretch, uint32_t bit) {
-    const uint32_t place = static_cast<uint32_t>(stretch) + 2 * (static_cast<uint32_t>(lane) & 3u) + (bit >> 4);
-    return load_shared(quad_list + 4 * place) * kMaximaGroup + (bit & 15u);
+  // Scores of the warp's groups, a stretch of them at once, 32 in a row a lane. An item is the number of a score among them.
+  const auto group_at = [&](uint32_t place) {
+    return kWhole ? static_cast<uint32_t>(mine.first) + place : load_short(groups + 2 * (static_cast<uint32_t>(mine.first) + place));
   };
-  // In the row's last, unfinished group, and where scores are told by their position: without those that are out after all.
-  const bool has_end = length % kMaximaGroup != 0 && mine.first + mine.held == listed;
-  const auto within = [&](uint32_t flags, int stretch) {
-    if (told && !has_end) return flags;
-    const float score_after = score_of_order(floor_order + 1);
+  const auto position_of = [&](uint32_t item) {
+    return kWhole ? static_cast<uint32_t>(kWarpScores * warp) + item : group_at(item / kMaximaGroup) * kMaximaGroup + item % kMaximaGroup;
+  };
+  // Items from here on lie past the row's end, or in no group.
+  int item_end = length - kWarpScores * warp;
+  if (!kWhole) {
+    const int last_end = kMaximaGroup * (static_cast<int>(group_at(static_cast<uint32_t>(max(mine.held - 1, 0)))) + 1);
+    item_end = kMaximaGroup * mine.held - max(0, last_end - length);
+  }
+  // Without scores that equal the floor and lie too late.
+  const auto without_later_equals = [&](uint32_t flags, int first_item) {
 #pragma unroll 1
     for (uint32_t rest = flags; rest != 0; rest &= rest - 1) {
       const uint32_t bit = static_cast<uint32_t>(__ffs(static_cast<int>(rest))) - 1;
-      const uint32_t at = position_of(stretch, bit);
-      const bool in = at < static_cast<uint32_t>(length) && (at <= last_equal || scores[at] >= score_after);
-      if (!in) flags &= ~(1u << bit);
+      const uint32_t at = position_of(static_cast<uint32_t>(first_item) + bit);
+      if (rank_key_of(scores[at], at) < floor_key) flags &= ~(1u << bit);
     }
-    __syncwarp();
     return flags;
   };
-  // Flags of this lane's own groups. A quad without a group reads the row's first.
-  const auto score_flags = [&](int stretch) {
-    const int groups_left = mine.held - stretch - quad_first;
-    constexpr int kAtOnce = kBlocks == 1 ? kQuadGroups : kQuadGroups / 2;
-    uint32_t flags = 0;
+  uint32_t count = 0;  // of the warp's items
+#pragma unroll 1
+  for (int stretch = 0; stretch < mine.held; stretch += kWarpGroups) {
+    if constexpr (!kWhole) {
+      const int quad_first = stretch + kQuadGroups * (lane / 4);  // four lanes copy eight groups, a quarter of each a lane
 #pragma unroll
-    for (int half = 0; half < kQuadGroups; half += kAtOnce) {
-      uint32_t group[kAtOnce];
-#pragma unroll
-      for (int g = 0; g < kAtOnce; ++g) group[g] = load_shared(quad_list + 4 * static_cast<uint32_t>(stretch + half + g));
-      float4 four[kAtOnce];
-#pragma unroll
-      for (int g = 0; g < kAtOnce; ++g) four[g] = load_scores(score_vectors + 4 * (half + g < groups_left ? group[g] : 0));
-      __syncwarp();  // all are asked for
-#pragma unroll
-      for (int g = 0; g < kAtOnce; ++g) {
-        const float bar = half + g < groups_left ? floor_score : __uint_as_float(kNanScoreBits);
-        const int bit = 4 * (half + g);
-        flags |= (four[g].x >= bar ? 1u << bit : 0u) | (four[g].y >= bar ? 2u << bit : 0u) | (four[g].z >= bar ? 4u << bit : 0u) |
-                 (four[g].w >= bar ? 8u << bit : 0u);
+      for (int g = 0; g < kQuadGroups; ++g) {
+        const uint32_t group = group_at(static_cast<uint32_t>(quad_first + g));
+        const uint32_t item = static_cast<uint32_t>(kMaximaGroup * (kQuadGroups * (lane / 4) + g) + 4 * (lane & 3));
+        copy_scores(quad_first + g < mine.held, kept + kept_at(item), score_vectors + kMaximaGroup / 4 * group + (lane & 3));
       }
     }
-    return within(own_groups_of_quad(flags), stretch);
-  };
-  uint32_t first_flags = 0;
-  found = 0;
-#pragma unroll 1
-  for (int stretch = 0; stretch < mine.held; stretch += kWarpGroups) {
-    const uint32_t flags = score_flags(stretch);
-    if (stretch == 0) first_flags = flags;
-    found += __reduce_add_sync(0xFFFFFFFFu, static_cast<uint32_t>(__popc(flags)));
-  }
-  if (lane == 0) shared.keys_of[warp] = found;
-  __syncthreads();
-  counted = over_warps(shared.keys_of, warp);
-  const int count = static_cast<int>(counted.total);
-  if (count > kPoolCapacity) return give_whole_row(args, visible, row, true);
-  to = counted.before;
-#pragma unroll 1
-  for (int stretch = 0; stretch < mine.held; stretch += kWarpGroups) {
-    const uint32_t own_flags = stretch == 0 ? first_flags : score_flags(stretch);
-    const uint32_t own = static_cast<uint32_t>(__popc(own_flags));
-    const uint32_t up_to = inclusive_over_warp(own);
-    uint64_t* next = keys + to + up_to - own;
-#pragma unroll 1
-    for (uint32_t flags = own_flags; flags != 0; flags &= flags - 1) {
-      *next++ = position_of(stretch, static_cast<uint32_t>(__ffs(static_cast<int>(flags))) - 1);
+    wait_for_copies();
+    __syncwarp();
+    const uint32_t own_kept = kept + kept_at(32 * static_cast<uint32_t>(lane));
+    uint32_t flags = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float4 four = load_kept(own_kept ^ (16 * static_cast<uint32_t>(j)));
+      flags |= (four.x >= floor ? 1u << (4 * j) : 0u) | (four.y >= floor ? 2u << (4 * j) : 0u) | (four.z >= floor ? 4u << (4 * j) : 0u) |
+               (four.w >= floor ? 8u << (4 * j) : 0u);
+    }
+    const int first_item = kMaximaGroup * stretch + 32 * lane;
+    flags &= __funnelshift_rc(0xFFFFFFFFu, 0, static_cast<uint32_t>(32 - min(max(item_end - first_item, 0), 32)));
+    if (!told) flags = without_later_equals(flags, first_item);
+    const uint32_t own = static_cast<uint32_t>(__popc(flags));
+    uint32_t to = count + sum_up_to_lane(own);
+    count += __reduce_add_sync(0xFFFFFFFFu, own);
+    while (flags != 0) {  // from the last down
+      const int bit = 31 - __clz(static_cast<int>(flags));
+      flags ^= 1u << bit;
+      --to;
+      if (kWhole || to < Shared::kItemsMax) store_short(items + 2 * to, static_cast<uint32_t>(first_item + bit));
     }
     __syncwarp();
-    to += __shfl_sync(0xFFFFFFFFu, up_to, 31);
+    if (kWhole) break;
+  }
+  if (lane == 0) store_shared(here + offsetof(Shared, items_of) + 4 * static_cast<uint32_t>(warp), count);
+
+  // Items are binned, those that lanes hold on to, two of a lane at a time. Their pages are under way until members are given out.
+  Item item[kHeldItems];
+  int32_t page[kHeldItems];
+#pragma unroll
+  for (int i = 0; i < kHeldItems; ++i) item[i] = Item{0, 0.0f, kBins, 0};
+#pragma unroll
+  for (int pair = 0; pair < kHeldItems; pair += 2) {
+    if (32 * pair >= static_cast<int>(count)) continue;
+    uint32_t number[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) number[i] = load_short(items + 2 * min(static_cast<uint32_t>(32 * (pair + i) + lane), count - 1));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Item& own = item[pair + i];
+      own.at = position_of(number[i]);
+      own.score = mine.held <= kWarpGroups ? __uint_as_float(load_shared(kept + kept_at(number[i]))) : scores[own.at];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Item& own = item[pair + i];
+      const bool there = 32 * (pair + i) + lane < static_cast<int>(count);
+      const uint32_t bin = score_map.bin_of(own.score);
+      own.rank = count_up(there, score_bins + 4 * bin);
+      if (there) own.bin = bin;
+      if (slots_out != nullptr) page[pair + i] = __ldg(visible.pages + slots_per_page.quotient(own.at));
+    }
   }
   __syncthreads();
 
-  // Positions become keys, which are binned: a lane may have found many, so the threads share them anew, neighbours each. Few
-  // have more than the two that they hold on to.
-  const BinMap<kFineBins> key_map(highest, floor_order);
-  const int each = (count + kThreads - 1) / kThreads;
-  const int first_key = static_cast<int>(threadIdx.x) * each;
-  const int own_keys = max(0, min(each, count - first_key));
-  const auto key_of = [&](int i, uint32_t* bin) {
-    const uint32_t at = static_cast<uint32_t>(keys[first_key + i]);
-    const float score = __ldg(scores + at);
-    const uint64_t key = rank_key_of(score, at);
-    *bin = static_cast<uint32_t>(key_map.bin_of(score));
-    keys[first_key + i] = key;
-    count_in(bins, static_cast<int>(*bin), true);
-    count_in(bins + 4 * kSelectBins, static_cast<int>(*bin / 32), true);
-    return key;
-  };
-  uint64_t held_key[2] = {0, 0};
-  uint32_t held_bin[2] = {kFineBins, kFineBins};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (i < own_keys) held_key[i] = key_of(i, &held_bin[i]);
-  }
-#pragma unroll 1
-  for (int i = 2; i < own_keys; ++i) {
-    uint32_t ignored;
-    key_of(i, &ignored);
-  }
-  __syncthreads();
-
-  // The k-th of the pool, and its members.
-  static_assert(offsetof(SelectShared, coarse) == offsetof(SelectShared, bins) + 4 * kSelectBins, "sums follow bins");
-  const Crossing at_kth = find_crossing(pool.bins, pool.coarse, static_cast<uint32_t>(k));
-  const uint32_t need = static_cast<uint32_t>(k) - at_kth.above;  // of the crossing bin
-  const bool few = at_kth.inside <= kSelectFinalists && args.order == TopkOrder::kByPosition;
-  const auto fine_bin = [&](uint64_t key) { return static_cast<uint32_t>(key_map.bin_of(score_of_order(order_bits_of_key(key)))); };
-  const auto visit_keys = [&](const auto& visit) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) visit(i, held_key[i], held_bin[i]);
-#pragma unroll 1
-    for (int i = 2; i < own_keys; ++i) visit(i, keys[first_key + i], fine_bin(keys[first_key + i]));
-  };
-  uint64_t bound = 0;  // of the keys in the crossing bin; of all, where `few` is false
-  if (!few) {
-    bound = exact_bound(count, k, highest, floor_order);
-  } else if (need != at_kth.inside) {
-    visit_keys([&](int, uint64_t key, uint32_t bin) {
-      if (bin == at_kth.bin) pool.finalists[atomicAdd(&pool.finalist_count, 1u)] = key;
-    });
-    __syncthreads();
-    bound = kth_finalist(at_kth.inside, static_cast<int>(need));
-  }
+  // The k-th, and the members.
+  const uint32_t most =
+      __reduce_max_sync(0xFFFFFFFFu, load_shared(here + offsetof(Shared, items_of) + 4 * static_cast<uint32_t>(lane & (kWarps - 1))));
+  if (!kWhole && most > Shared::kItemsMax) return give_whole(true);
+  const Crossing at_kth = find_crossing(score_bins, static_cast<uint32_t>(k), lane);
   uint32_t absent = 0;
-  if (args.order == TopkOrder::kByRank) {
-    __syncthreads();
-    absent = give_by_rank(args, visible, row, count, k, bound);
-  } else {
-    uint32_t members = 0;  // of at most kPoolCapacity / kThreads keys, a bit each
-    visit_keys([&](int i, uint64_t key, uint32_t bin) {
-      const bool in = few ? bin < at_kth.bin || (bin == at_kth.bin && key >= bound) : key >= bound && i < own_keys;
-      members |= in ? 1u << i : 0u;
-    });
-    uint32_t total;
-    uint32_t place = block_exclusive_scan<kThreads>(pool.warp_sums, static_cast<uint32_t>(__popc(members)), &total);
-#pragma unroll 1
-    for (; members != 0; members &= members - 1) {
-      const uint64_t key = keys[first_key + __ffs(static_cast<int>(members)) - 1];
-      write_member(args, visible, row, place++, position_of_key(key), score_of_order(order_bits_of_key(key)), &absent);
+  if (args.order == TopkOrder::kByPosition && most <= 32 * kHeldItems && at_kth.inside <= kSelectFinalists) {
+    uint32_t surely = 0;
+#pragma unroll
+    for (int pair = 0; pair < kHeldItems; pair += 2) {
+      if (32 * pair >= static_cast<int>(count)) continue;
+#pragma unroll
+      for (int i = pair; i < pair + 2; ++i) {
+        surely += static_cast<uint32_t>(__popc(__ballot_sync(0xFFFFFFFFu, item[i].bin < at_kth.bin)));
+        if (item[i].bin == at_kth.bin) shared.finalists[item[i].rank] = rank_key_of(item[i].score, item[i].at);
+      }
     }
-    __syncwarp();
+    if (lane == 0) store_shared(here + offsetof(Shared, members_of) + 4 * static_cast<uint32_t>(warp), surely);
+    __syncthreads();
+    // Which finalists are members, a bit each, and which of these lie in the warps before.
+    const uint64_t own = shared.finalists[lane];
+    uint32_t better = 0;
+#pragma unroll 1
+    for (uint32_t first = 0; first < at_kth.inside; first += 8) {
+      const ulonglong2* const others = reinterpret_cast<const ulonglong2*>(shared.finalists + first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const ulonglong2 two = others[i];
+        better += (two.x > own ? 1 : 0) + (two.y > own ? 1 : 0);
+      }
+    }
+    const uint32_t chosen = __ballot_sync(0xFFFFFFFFu, own != 0 && better < static_cast<uint32_t>(k) - at_kth.above);
+    const uint32_t first_position = kWhole || mine.held > 0 ? position_of(0) : 0;
+    const uint32_t earlier = chosen & __ballot_sync(0xFFFFFFFFu, position_of_key(own) < first_position);
+    uint32_t before = over_warps(here + offsetof(Shared, members_of), warp, lane).before + static_cast<uint32_t>(__popc(earlier));
+#pragma unroll
+    for (int pair = 0; pair < kHeldItems; pair += 2) {
+      if (32 * pair >= static_cast<int>(count)) continue;
+#pragma unroll
+      for (int i = pair; i < pair + 2; ++i) {
+        const bool in = item[i].bin < at_kth.bin + (chosen >> (item[i].rank & 31u) & 1u);
+        const uint32_t members = __ballot_sync(0xFFFFFFFFu, in);
+        if (in) {
+          const uint32_t place = before + static_cast<uint32_t>(__popc(members & ((1u << lane) - 1u)));
+          positions_out[place] = static_cast<int32_t>(visible.base + item[i].at);
+          if (args.out_scores != nullptr) args.out_scores[row * args.out_stride + place] = item[i].score + 0.0f;  // -0 is +0
+          if (slots_out != nullptr) {
+            const uint32_t column = slots_per_page.quotient(item[i].at);
+            const uint32_t slot = (static_cast<uint32_t>(page[i]) - column) * slots_per_page.divisor + item[i].at;
+            const bool named = page[i] >= 0 && page[i] < args.page_count;
+            slots_out[place] = named ? static_cast<int32_t>(slot) : kNoEntry;
+            absent += named ? 0 : 1;
+          }
+        }
+        before += static_cast<uint32_t>(__popc(members));
+      }
+    }
+  } else {
+    // All items become keys in one pool.
+    const Counted counted = over_warps(here + offsetof(Shared, items_of), warp, lane);
+    if (counted.total > kPoolCapacity) return give_whole(true);
+    uint64_t* const own_keys = keys + counted.before;
+    uint32_t highest = 0;
+#pragma unroll 1
+    for (uint32_t i = static_cast<uint32_t>(lane); i < count; i += 32) {
+      const uint32_t at = position_of(load_short(items + 2 * i));
+      own_keys[i] = rank_key_of(scores[at], at);
+      highest = max(highest, order_bits_of_key(own_keys[i]));
+    }
+    const uint64_t bound = exact_bound(static_cast<int>(counted.total), k, highest, order_bits_of(floor));
+    if (args.order == TopkOrder::kByRank) {
+      absent = give_by_rank(args, visible, row, static_cast<int>(counted.total), k, bound);
+    } else {
+      absent = give_keys(args, visible, row, own_keys, count, bound, here + offsetof(Shared, members_of), warp, lane);
+    }
   }
   give_padding<kThreads>(args, row, k);
   report_absent_slots(args, absent);
   if (threadIdx.x == 0) report_status(args.report, visible.status);
+}
+
+template <int kBlocks, bool kWhole>
+absl::Status launch_shape(const SelectTopkArgs& args, const GroupMaxima& maxima, void* stream) {
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(args.rows));
+  shape.block = dim3(kThreads);
+  shape.shared_bytes = kSharedBytes<kWhole>;
+  const Divider slots_per_page(static_cast<uint32_t>(std::max(args.slots_per_page, 1)));
+  return launch("select_by_maxima", select_by_maxima_kernel<kBlocks, kWhole>, shape, static_cast<cudaStream_t>(stream), args, maxima,
+                slots_per_page);
 }
 
 }  // namespace
@@ -551,6 +759,7 @@ absl::Status select_by_maxima_cuda(const SelectTopkArgs& args, const GroupMaxima
     return absl::InvalidArgumentError(absl::StrCat("select_by_maxima: ", field, " is ", value, ", must be ", limit));
   };
   if (args.k > kMaximaTopkMax) return refuse("k", args.k, absl::StrCat("at most ", kMaximaTopkMax));
+  if (args.length_max > kMaximaLengthMax) return refuse("length_max", args.length_max, absl::StrCat("at most ", kMaximaLengthMax));
   if (args.rows == 0) return absl::OkStatus();
   const int64_t stride_least = round_up(div_ceil(args.length_max, kMaximaGroup), 4);
   if (maxima.stride < stride_least || maxima.stride % 4 != 0) {
@@ -561,15 +770,13 @@ absl::Status select_by_maxima_cuda(const SelectTopkArgs& args, const GroupMaxima
   if (maxima_at == 0 || maxima_at % 16 != 0) return refuse("maxima.orders", maxima_at, "device memory on a multiple of 16 bytes");
   if (scores_at % 16 != 0) return refuse("scores", scores_at, "on a multiple of 16 bytes");
   if (args.score_stride % kMaximaGroup != 0) return refuse("score_stride", args.score_stride, "a multiple of 16 floats");
-  LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(args.rows));
-  shape.block = dim3(kThreads);
-  shape.shared_bytes = kSharedBytes;
   const absl::StatusOr<DeviceFacts> facts = current_device_facts();
   if (!facts.ok()) return facts.status();
-  const bool alone = args.rows <= facts->multiprocessors || facts->major == 12;  // 12.0 has room for one
-  return launch("select_by_maxima", alone ? select_by_maxima_kernel<1> : select_by_maxima_kernel<2>, shape,
-                static_cast<cudaStream_t>(stream), args, maxima);
+  // 12.0 has room for one of these.
+  if (facts->major == 12) return launch_shape<1, false>(args, maxima, stream);
+  if (args.rows > facts->multiprocessors) return launch_shape<2, false>(args, maxima, stream);
+  if (args.length_max > kWholeEntries) return launch_shape<1, false>(args, maxima, stream);
+  return launch_shape<1, true>(args, maxima, stream);
 }
 
 }  // namespace needle

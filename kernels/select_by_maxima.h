@@ -16,9 +16,10 @@
 
 namespace needle {
 
-inline constexpr int kMaximaGroup = 16;       // scores a maximum stands for
-inline constexpr int kMaximaTopkMax = 1024;   // the largest k that is selected so
-inline constexpr int kMaximaLengthPerK = 32;  // rows shorter than so many k are as soon read whole
+inline constexpr int kMaximaGroup = 16;           // scores a maximum stands for
+inline constexpr int kMaximaTopkMax = 1024;       // the largest k that is selected so
+inline constexpr int kMaximaLengthPerK = 32;      // rows shorter than so many k are as soon read whole
+inline constexpr int kMaximaLengthMax = 1 << 20;  // a group's number has 16 bits
 
 // orders[row x stride + g]: the largest score_order_bits() of the row's scores [16 g, 16 g + 16) inside its length, 0 where
 // none of them is a number; complete up to a multiple of 64 entries. Device memory; each row on a multiple of 16 bytes,
@@ -30,7 +31,7 @@ struct GroupMaxima {
 
 // Whether select_by_maxima_cuda is the way for calls of this shape (host-known bounds).
 constexpr bool selects_by_maxima(int64_t length_max, int32_t k) {
-  return k <= kMaximaTopkMax && length_max >= int64_t{kMaximaLengthPerK} * k;
+  return k <= kMaximaTopkMax && length_max >= int64_t{kMaximaLengthPerK} * k && length_max <= kMaximaLengthMax;
 }
 
 // As select_topk_cuda, for k <= kMaximaTopkMax; rows of scores on multiples of 64 bytes. No scratch. `fallbacks` counts rows

@@ -434,6 +434,7 @@ __device__ __forceinline__ void give_row(const SelectTopkArgs& args, const Visib
                                          uint4* memory, uint32_t memory_bytes) {
   const uint32_t count = select_shared().count;
   const CompletePool pool{share_of_run<kTailThreads>(static_cast<int>(count)), count, select_shared().order_max, max(low, uint64_t{1})};
+  __syncthreads();  // give_pool() writes what has been read here
   const Given given = give_pool(args, visible, row, length, pool, static_cast<int>(count), {memory, memory_bytes});
   end_row(args, visible, row, given.members, given.absent);
 }

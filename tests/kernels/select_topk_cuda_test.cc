@@ -83,7 +83,7 @@ absl::Status list_on_device(const ListSlotsArgs& host) {
 // select_by_maxima, with maxima made here from the scores, rows moved to where it wants them, and what it leaves to the
 // scores' maker (NaN and absent entries) counted here. Calls that it is not made for go to select_topk_cuda.
 absl::Status select_by_maxima_on_device(const SelectTopkArgs& host) {
-  if (!check_select_topk(host).ok() || host.k > kMaximaTopkMax) {
+  if (!check_select_topk(host).ok() || host.k > kMaximaTopkMax || host.length_max > kMaximaLengthMax) {
     return select_on_device(host, [](const SelectTopkArgs& args) { return select_topk_cuda(args, nullptr, 0, nullptr); });
   }
   SelectTopkArgs moved = host;
@@ -208,7 +208,32 @@ TEST(SelectTopkCudaSmall, every_path_once) {
     problem.order = TopkOrder::kByRank;
     expect_exact(twin, problem);
   }
+  problem.rows = {row_by(20011, [&](int64_t) { return gaussian(rng); }), row_by(17001, [](int64_t) { return 1.0f; })};
+  expect_exact(twin_by_maxima(), problem);  // longer than its other kernel holds
   a_merge_skips_padding_and_absent_members(cuda_twins()[0]);
+}
+
+// A call by maxima is of another kernel where registers hold its longest row.
+TEST(SelectByMaximaCuda, every_adversarial_row_around_what_registers_hold) {
+  const SelectTwin twin = twin_by_maxima();
+  if (!twin.unavailable.empty()) GTEST_SKIP() << twin.unavailable;
+  Rng rng(79);
+  for (const NamedRow& row : adversarial_rows()) {
+    for (const std::vector<int64_t>& lengths :
+         {std::vector<int64_t>{16384, 16383, 16369, 12345, 8193, 1025}, {16385, 16384}, {33000, 1025}}) {
+      SelectProblem problem;
+      for (const int64_t length : lengths) problem.rows.push_back(row.make(length, rng));
+      for (const int k : {1, 40, 512, 1024}) {
+        for (const TopkOrder order : {TopkOrder::kByPosition, TopkOrder::kByRank}) {
+          SCOPED_TRACE(::testing::Message() << row.name << " to " << lengths[0] << " k " << k << " order " << static_cast<int>(order));
+          problem.k = k;
+          problem.order = order;
+          expect_exact(twin, problem);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
 }
 
 TEST(SelectTopkCudaSmall, a_guess_that_is_too_high_is_counted_and_repaired) {
