@@ -59,6 +59,17 @@ __device__ __forceinline__ uint32_t load_word(uint32_t address) {
 __device__ __forceinline__ void store_word(uint32_t address, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
+__device__ __forceinline__ uint4 load_vector(uint32_t address) {
+  uint4 four;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+               : "r"(address)
+               : "memory");
+  return four;
+}
+__device__ __forceinline__ void store_vector(uint32_t address, uint4 four) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(four.x), "r"(four.y), "r"(four.z), "r"(four.w) : "memory");
+}
 __device__ __forceinline__ void add_one_to_word(uint32_t address) {
   asm volatile("red.relaxed.cta.shared::cta.add.u32 [%0], 1;" ::"r"(address) : "memory");
 }
@@ -86,10 +97,6 @@ struct KeyShare {
 template <int kThreads>
 __device__ __forceinline__ KeyShare share_of_run(int count) {
   return {threadIdx.x, kThreads, static_cast<uint32_t>(count)};
-}
-template <int kThreads>
-__device__ __forceinline__ KeyShare share_of_list(uint32_t held) {
-  return {threadIdx.x, kThreads, threadIdx.x + held * kThreads};
 }
 
 __device__ __forceinline__ uint32_t inclusive_over_warp(uint32_t value) {

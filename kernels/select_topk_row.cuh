@@ -87,10 +87,11 @@ __device__ __noinline__ void read_part_slowly(const float* row, int begin, int e
 
 // ------------------------------------------------------------------------------------------------------ giving it out
 
-// Writes what a row's member `place` has beside its position.
-__device__ __forceinline__ void write_beside(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t place,
+// Writes member `place` of a row.
+__device__ __forceinline__ void write_member(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t place,
                                              uint32_t entry, float score, uint32_t* absent) {
   const int64_t out = row * args.out_stride + place;
+  args.positions[out] = static_cast<int32_t>(visible.base + entry);
   if (args.out_scores != nullptr) args.out_scores[out] = score;
   if (args.slots != nullptr) {
     const uint32_t slots_per_page = static_cast<uint32_t>(args.slots_per_page);  // entries and slots are below 2^31
@@ -103,11 +104,9 @@ __device__ __forceinline__ void write_beside(const SelectTopkArgs& args, const V
     *absent += slot == kNoEntry;
   }
 }
-// Writes member `place` of a row.
-__device__ __forceinline__ void write_member(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, uint32_t place,
-                                             uint32_t entry, float score, uint32_t* absent) {
-  args.positions[row * args.out_stride + place] = static_cast<int32_t>(visible.base + entry);
-  write_beside(args, visible, row, place, entry, score, absent);
+// The score of a row's entry as it is given out: NaN canonical, -0 as +0.
+__device__ __forceinline__ float score_of_entry(const SelectTopkArgs& args, int64_t row, uint32_t entry) {
+  return __uint_as_float(score_bits_of_order(order_bits_of(args.scores[row * args.score_stride + entry])));
 }
 
 // This thread's share of the keys, four at a time: 0 for what is not there. `visit` runs in whole warps.
@@ -123,8 +122,9 @@ __device__ __forceinline__ void visit_keys(const KeyShare& share, const Visit& v
   }
 }
 
-// Which positions of a stretch are members: a bit each, and for each of kMapParts parts how many, later how many lie before it. A
-// thread of the tail owns four neighbouring parts.
+// Which positions of a stretch are members: a bit each, and of each of kMapParts parts how many members lie before it. A thread of
+// the tail owns four neighbouring parts. Parts are of 64 positions, whose members are counted when they are summed, or of more, and
+// counted as they are marked.
 inline constexpr uint32_t kMapParts = 4 * kTailThreads;
 struct MemberMap {
   uint32_t counts;     // shared address
@@ -144,35 +144,33 @@ struct MemberMap {
   }
   __device__ __forceinline__ void clear() const {
 #pragma unroll 1
-    for (uint32_t at = threadIdx.x * 16; at < bytes; at += kTailThreads * 16) {
-      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(counts + at), "r"(0) : "memory");
-    }
+    for (uint32_t at = threadIdx.x * 16; at < bytes; at += kTailThreads * 16) store_vector(counts + at, uint4{0, 0, 0, 0});
   }
-  // Without a branch: what is no member is counted aside, and what is not `within` touches a word of the lane's.
-  __device__ __forceinline__ void mark(uint32_t position, bool within, bool member) const {
-    add_one_to_word(member ? counts + 4 * (position >> part_log2) : word_address(select_shared().aside));
-    or_to_word(words + (within ? 4 * (position / 32) : 4 * (threadIdx.x & 31u)), member ? 1u << (position % 32) : 0u);
+  __device__ __forceinline__ void mark(uint32_t position) const {
+    or_to_word(words + 4 * (position / 32), 1u << (position % 32));
+    if (part_log2 > 6) add_one_to_word(counts + 4 * (position >> part_log2));
   }
   // Of a position that all know: its owner marks it.
   __device__ __forceinline__ void mark_own(uint32_t position) const {
-    const uint32_t part = position >> part_log2;
-    if (part / 4 != threadIdx.x) return;
-    const uint32_t count = counts + 4 * part;
-    const uint32_t word = words + 4 * (position / 32);
-    store_word(count, load_word(count) + 1);
-    store_word(word, load_word(word) | 1u << (position % 32));
+    if ((position >> part_log2) / 4 == threadIdx.x) mark(position);
   }
   // The map is complete but for what others own; `given` members lie before it. Ends at a barrier. Returns given + all.
   __device__ __forceinline__ uint32_t sum(uint32_t given) const {
-    uint4 four;
     const uint32_t own = counts + 16 * threadIdx.x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w) : "r"(own) : "memory");
+    uint4 four;
+    if (part_log2 > 6) {
+      four = load_vector(own);
+    } else {
+      const uint4 none{0, 0, 0, 0};
+      const uint32_t at = words + 32 * threadIdx.x;
+      const uint4 low = at < counts + bytes ? load_vector(at) : none;
+      const uint4 high = at + 16 < counts + bytes ? load_vector(at + 16) : none;
+      four = {ones(low.x, low.y), ones(low.z, low.w), ones(high.x, high.y), ones(high.z, high.w)};
+    }
     uint32_t total;
     const uint32_t before =
         given + block_exclusive_scan<kTailThreads>(select_shared().warp_sums, four.x + four.y + four.z + four.w, &total);
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(own), "r"(before), "r"(before + four.x), "r"(before + four.x + four.y),
-                 "r"(before + four.x + four.y + four.z)
-                 : "memory");
+    store_vector(own, uint4{before, before + four.x, before + four.x + four.y, before + four.x + four.y + four.z});
     __syncthreads();
     return given + total;
   }
@@ -202,6 +200,11 @@ struct MemberMap {
     }
     return count;
   }
+
+ private:
+  __device__ __forceinline__ static uint32_t ones(uint32_t first, uint32_t second) {
+    return static_cast<uint32_t>(__popc(static_cast<int>(first)) + __popc(static_cast<int>(second)));
+  }
 };
 
 // Shared memory that nobody uses any more once a row is read: more than 4 x kMapParts bytes.
@@ -209,8 +212,10 @@ struct FreeMemory {
   uint4* at;
   uint32_t bytes;
 
+  // Whether give_at_once() can have a map of the row here and, behind it, a list of the members.
   __device__ __forceinline__ bool covers(const SelectTopkArgs& args, uint32_t length) const {
-    return args.order == TopkOrder::kByPosition && length <= MemberMap::holds(bytes);
+    const uint32_t list = 4 * static_cast<uint32_t>(args.k);
+    return args.order == TopkOrder::kByPosition && bytes > 4 * kMapParts + list && length <= MemberMap::holds(bytes - list);
   }
 };
 
@@ -230,7 +235,7 @@ __device__ __noinline__ inline uint32_t give_by_position(const SelectTopkArgs& a
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t at = position_of_key(key[i]) - begin;  // wraps past every stretch where it lies before
-        map.mark(at, at < stretch, at < stretch && key[i] >= bound);
+        if (at < stretch && key[i] >= bound) map.mark(at);
       }
     });
     __syncthreads();
@@ -254,8 +259,9 @@ struct AtOnce {
 };
 // The k best ascending by position, where one map covers the row: it is clear. `low` is not 0; what lies below counts for
 // nothing. Nothing is given where fewer than k reach `low`, or where the k-th's bin holds too many keys; the bins are zero
-// then. A barrier lies behind the call. Four barriers, and between them as few dependent instructions as can be: every warp works
-// out for itself what all need, and a thread looks at four keys at a time.
+// then. A barrier lies behind the call. Five barriers, and between them as few dependent instructions as can be: every warp works
+// out for itself what all need, and a thread looks at four keys at a time. Shared atomics and stores to scattered places in
+// memory are slow too: members alone are marked, and listed in their order before neighbours write neighbours.
 __device__ __forceinline__ AtOnce give_at_once(const SelectTopkArgs& args, const VisibleRow& visible, int64_t row, const MemberMap& map,
                                                const KeyShare& share, uint64_t low, uint32_t order_max, uint32_t* absent) {
   static_assert(offsetof(SelectShared, coarse) == offsetof(SelectShared, bins) + 4 * kSelectBins, "sums follow bins");
@@ -294,7 +300,7 @@ __device__ __forceinline__ AtOnce give_at_once(const SelectTopkArgs& args, const
     uint32_t open = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      map.mark(position_of_key(key[i]), key[i] != 0, key[i] >= sure);
+      if (key[i] >= sure) map.mark(position_of_key(key[i]));
       open |= key[i] >= bin_low && key[i] < sure ? 1u << i : 0u;
     }
     if (open == 0) return;
@@ -313,9 +319,7 @@ __device__ __forceinline__ AtOnce give_at_once(const SelectTopkArgs& args, const
     __syncwarp();
   }
   map.sum(0);
-  int32_t* const positions = args.positions + row * args.out_stride;
-  const uint32_t base = static_cast<uint32_t>(visible.base);
-  const bool beside = args.out_scores != nullptr || args.slots != nullptr;
+  const uint32_t list = map.counts + map.bytes;
   visit_keys(share, [&](const uint64_t(&key)[4]) {
     MemberMap::Place found[4];
 #pragma unroll
@@ -326,16 +330,17 @@ __device__ __forceinline__ AtOnce give_at_once(const SelectTopkArgs& args, const
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (found[i].member) positions[found[i].place] = static_cast<int32_t>(base + position_of_key(key[i]));
-    }
-    if (beside) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (found[i].member) write_beside(args, visible, row, found[i].place, position_of_key(key[i]), score_of_key(key[i]), absent);
-      }
+      if (found[i].member) store_word(list + 4 * found[i].place, position_of_key(key[i]));
     }
     __syncwarp();
   });
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(args.k); i += kTailThreads) {
+    const uint32_t entry = load_word(list + 4 * i);
+    write_member(args, visible, row, i, entry, args.out_scores != nullptr ? score_of_entry(args, row, entry) : 0.0f, absent);
+  }
+  __syncwarp();
   return {true, crossing.total};
 }
 
