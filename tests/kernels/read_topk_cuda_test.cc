@@ -1,4 +1,5 @@
-// The battery of read_topk on the CUDA twin, and what a device adds: a captured graph, and reports counted once.
+// The battery of read_topk on the CUDA twin, and what a device adds: a captured graph, reports counted once, and a kernel before
+// it that writes lengths and page ids when this one's blocks have begun.
 #include <gtest/gtest.h>
 
 #include <optional>
@@ -9,6 +10,7 @@
 #include "kernels/read_topk.h"
 #include "tests/kernels/device_array.h"
 #include "tests/kernels/index_logits_cuda_twins.h"
+#include "tests/kernels/late_words.h"
 #include "tests/kernels/read_topk_battery.h"
 
 namespace needle::testing {
@@ -49,7 +51,7 @@ class GuardedDeviceScratch {
   std::optional<DeviceArray<std::byte>> memory_;
 };
 
-enum class Launched { kDirectly, kAsGraphTwice };
+enum class Launched { kDirectly, kAsGraphTwice, kBehindALateWriter };
 
 absl::Status read_on_device(const ReadTopkArgs& host, const ReadTopkPlan& plan, int64_t scratch_bytes, Launched launched) {
   DeviceCopies copies;
@@ -68,7 +70,21 @@ absl::Status read_on_device(const ReadTopkArgs& host, const ReadTopkPlan& plan, 
   args.report = copies.in_out(host.report, 1);
   GuardedDeviceScratch scratch(scratch_bytes);
   absl::Status done;
-  if (launched == Launched::kDirectly) {
+  std::vector<int32_t> no_pages, no_lengths;
+  if (launched == Launched::kBehindALateWriter && check_read_topk(host).ok()) {
+    // Until then there is nothing that could be taken for a length or a page.
+    const int pages = static_cast<int>(host.logits.pages.rows * host.logits.pages.row_stride);
+    no_pages.assign(static_cast<size_t>(pages), 0x7FFFFFFF);
+    no_lengths.assign(static_cast<size_t>(host.logits.query_count), 0x7FFFFFFF);
+    int32_t* const page_ids = copies.in_out(no_pages.data(), pages);
+    int32_t* const lengths = copies.in_out(no_lengths.data(), host.logits.query_count);
+    done = write_words_late(page_ids, args.logits.pages.pages, pages, nullptr);
+    done.Update(write_words_late(lengths, args.logits.visible, host.logits.query_count, nullptr));
+    args.logits.pages.pages = page_ids;
+    args.logits.visible = lengths;
+    if (!done.ok()) return done;
+  }
+  if (launched != Launched::kAsGraphTwice) {
     done = finish_on_device(read_topk_cuda(args, plan, scratch.data(), scratch_bytes, nullptr));
   } else {
     cudaStream_t stream = nullptr;
@@ -139,11 +155,14 @@ TEST_P(ReadTopkCuda, keeps_its_promise) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Gpu, ReadTopkCuda,
-                         ::testing::Combine(::testing::Values(Launched::kDirectly, Launched::kAsGraphTwice),
+                         ::testing::Combine(::testing::Values(Launched::kDirectly, Launched::kAsGraphTwice, Launched::kBehindALateWriter),
                                             ::testing::ValuesIn(read_topk_battery())),
                          [](const auto& instance) {
-                           return std::string(std::get<0>(instance.param) == Launched::kDirectly ? "directly" : "as_a_graph") + "_" +
-                                  std::get<1>(instance.param).name;
+                           const Launched launched = std::get<0>(instance.param);
+                           return std::string(launched == Launched::kDirectly       ? "directly"
+                                              : launched == Launched::kAsGraphTwice ? "as_a_graph"
+                                                                                    : "behind_a_late_writer") +
+                                  "_" + std::get<1>(instance.param).name;
                          });
 
 }  // namespace
