@@ -314,6 +314,7 @@ class Probe {
         refuse(absl::StrCat("layer ", layer, ", query ", row, ": ", answer.counts[static_cast<size_t>(row)], " entries, wanted ", wanted));
       }
       std::vector<double> ordered;
+      ordered.reserve(static_cast<size_t>(seen));
       for (int32_t entry = 0; entry < seen; ++entry) ordered.push_back(at(tight, entry));
       std::sort(ordered.begin(), ordered.end(), std::greater<>());
       const double scale = std::max(std::fabs(ordered.front()), std::fabs(ordered.back()));
