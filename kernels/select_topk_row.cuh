@@ -269,7 +269,8 @@ __device__ __forceinline__ AtOnce give_at_once(const SelectTopkArgs& args, const
   static_assert(offsetof(SelectShared, aside) == offsetof(SelectShared, bins) + 4 * kNoBin && kNoBin / 32 < kSelectCoarseBins + 4,
                 "a bin that nobody looks at, and its sum");
   SelectShared& shared = select_shared();
-  const uint64_t range = ((static_cast<uint64_t>(order_max) << 32) | 0xFFFFFFFFu) - low;
+  // Where nothing that was kept reaches `low`, the best lies below it.
+  const uint64_t range = ((static_cast<uint64_t>(max(order_max, order_bits_of_key(low))) << 32) | 0xFFFFFFFFu) - low;
   const int shift = max(0, 64 - kSelectBinBits - __clzll(static_cast<long long>(range)));
   const uint32_t bins = word_address(shared.bins);
   visit_keys(share, [&](const uint64_t(&key)[4]) {

@@ -475,6 +475,37 @@ inline void every_adversarial_row_when_long(const SelectTwin& twin) {
   }
 }
 
+// A part of a row may guess far above all that the other parts have kept, and keep nothing itself: its equals lie behind the
+// place up to which it thought them wanted.
+inline void best_scores_that_are_equal_and_come_in_runs(const SelectTwin& twin) {
+  constexpr int64_t kLength = 131072;
+  Rng rng(20260106);
+  const auto low = [&](int64_t) { return std::min(0.1f * gaussian(rng), 0.99f); };
+  SelectProblem problem;
+  problem.k = 512;
+  for (const int64_t part : {0, 1, 7, 15}) {
+    std::vector<float> row = row_by(kLength, low);
+    for (const int64_t begin : {122880 + 128 * part, 126976 + 128 * part}) std::fill_n(row.begin() + begin, 128, 2.0f);
+    problem.rows.push_back(std::move(row));
+  }
+  for (int i = 0; i < 28; ++i) {
+    std::vector<float> row = row_by(kLength, low);
+    for (int runs = 1 + i % 3; runs > 0; --runs) {
+      const int64_t length = 32 * (1 + static_cast<int64_t>(rng.below(256)));
+      const int64_t begin = 32 * static_cast<int64_t>(rng.below(static_cast<uint64_t>((kLength - length) / 32)));
+      std::fill_n(row.begin() + begin, length, 2.0f);
+    }
+    problem.rows.push_back(std::move(row));
+  }
+  expect_exact(twin, problem);
+  if (::testing::Test::HasFatalFailure()) return;
+  for (size_t i = 0; i < problem.rows.size(); i += 5) {  // a row alone is cut into more parts
+    SCOPED_TRACE(::testing::Message() << "row " << i << " alone");
+    expect_exact(twin, problem_of(problem.rows[i], 512));
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+}
+
 inline void every_k_from_one_to_the_largest(const SelectTwin& twin) {
   Rng rng(20260103);
   SelectProblem problem;
@@ -1000,6 +1031,7 @@ inline const std::vector<SelectCase>& select_topk_battery() {
       NEEDLE_SELECT_CASE(an_empty_batch_is_an_answer),
       NEEDLE_SELECT_CASE(every_adversarial_row_at_every_edge_length),
       NEEDLE_SELECT_CASE(every_adversarial_row_when_long),
+      NEEDLE_SELECT_CASE(best_scores_that_are_equal_and_come_in_runs),
       NEEDLE_SELECT_CASE(every_k_from_one_to_the_largest),
       NEEDLE_SELECT_CASE(one_million_entries),
       NEEDLE_SELECT_CASE(sorted_rows_do_not_depend_on_their_direction),
