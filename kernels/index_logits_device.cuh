@@ -279,12 +279,21 @@ __device__ __forceinline__ TilePlace place_of_tile(const IndexLogitsArgs& args, 
 __device__ __forceinline__ const int32_t* page_place(const IndexLogitsArgs& args, int row, int column) {
   return row < 0 || column >= args.pages.pages_per_row ? nullptr : args.pages.pages + row * args.pages.row_stride + column;
 }
-__device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, const int32_t* place) {
-  const int32_t page = place != nullptr ? __ldg(place) : kNoPage;
+__device__ __forceinline__ int32_t page_in_pool(const IndexLogitsArgs& args, int32_t page) {
   return page >= 0 && page < args.keys.page_count ? page : kNoPage;
+}
+__device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, const int32_t* place) {
+  return page_in_pool(args, place != nullptr ? __ldg(place) : kNoPage);
 }
 __device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, int row, int column) {
   return page_at(args, page_place(args, row, column));
+}
+// The same of a place that was known before the kernel before had ended: this stays behind the wait for it, where a load of what is
+// called constant may be moved in front.
+__device__ __forceinline__ int32_t page_now_at(const IndexLogitsArgs& args, const int32_t* place) {
+  int32_t page = kNoPage;
+  if (place != nullptr) asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(page) : "l"(place) : "memory");
+  return page_in_pool(args, page);
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
     const int32_t* const place = warp == 0 ? page_place_of(piece, piece.tile + lane) : nullptr;
     wait_for_previous_kernel();
     let_next_kernel_start();  // only now: select_by_maxima reads lengths before it waits
-    hinted_page = page_at(args, place);
+    hinted_page = page_now_at(args, place);
     const RowLengths lengths(args);
     __syncthreads();  // what the block has set up is there
     hint_holds = lengths.same(hint);
