@@ -625,7 +625,7 @@ __global__ void __launch_bounds__(32 * (kPoolWarpsMax + kAskingWarps), 1)
   const StoreSequence& sequence = args.sequences[max(s, 0)];
   const int64_t first_position = sequence.first_position;
   const int64_t row_begin = sequence.row_begin;
-  const bool one = s >= 0 && begin >= row_begin && end <= row_begin + sequence.row_count;
+  const bool one = s >= 0 && row_begin >= 0 && begin >= row_begin && end <= row_begin + sequence.row_count;
   const bool sane =
       one && first_position >= 0 && first_position <= kStorePositionMax && sequence.table_row >= 0 && sequence.table_row < args.pages.rows;
   // The one row of a window that completes an entry is the same one in all of them.
@@ -969,12 +969,20 @@ __global__ void __launch_bounds__(kRecordThreads) update_records_kernel(const __
   if (records_are_read) wait_for_previous_kernel();
 }
 
+// Of a stretch's block beside its ring: places, exponents, weights, barriers, the group before.
+template <int kDims, RowElement kElement>
+constexpr int64_t kStretchKnownBytes = int64_t{sizeof(EntryPlace)} * kStretchEntriesMax<kDims> + (4 * kRowsPooledOverlap + 4) * kDims +
+                                       16 * kRingUnitsMax + RingUnit<kDims, kElement>::kFirstGroupBytes + 256;
+// Whether the shortest ring fits a block: fp32 rows of 512 dimensions do not fit the 99 KB of 12.0. A plan of 0 bytes wants it anyway.
+template <int kDims, RowElement kElement>
+bool ring_fits(const StorePlan& plan) {
+  return plan.shared_bytes_per_block == 0 ||
+         plan.shared_bytes_per_block >= kStretchKnownBytes<kDims, kElement> + kRingUnitsMin * RingUnit<kDims, kElement>::kUnitBytes;
+}
+
 template <int kDims, RowElement kElement>
 absl::Status launch_stretches(const StoreRowsArgs& args, const StorePlan& plan, cudaStream_t stream) {
   using Unit = RingUnit<kDims, kElement>;
-  // Beside the ring: places, exponents, weights, barriers.
-  constexpr int64_t kKnownBytes = int64_t{sizeof(EntryPlace)} * kStretchEntriesMax<kDims> + (4 * kRowsPooledOverlap + 4) * kDims +
-                                  16 * kRingUnitsMax + Unit::kFirstGroupBytes + 256;
   // All blocks are resident at once, if stretches may be so long; else as many rounds of them as it takes, of equal length.
   // Two multiprocessors are left to update_records_kernel, which has then read all it needs before the last block ends.
   const int64_t windows = div_ceil(args.rows, kWindowRows);
@@ -984,7 +992,8 @@ absl::Status launch_stretches(const StoreRowsArgs& args, const StorePlan& plan, 
   Stretches stretches;
   stretches.windows_each = windows / blocks;
   stretches.one_more = windows % blocks;
-  const int64_t units = std::clamp<int64_t>((plan.shared_bytes_per_block - kKnownBytes) / Unit::kUnitBytes, kRingUnitsMin, kRingUnitsMax);
+  const int64_t units = std::clamp<int64_t>((plan.shared_bytes_per_block - kStretchKnownBytes<kDims, kElement>) / Unit::kUnitBytes,
+                                            kRingUnitsMin, kRingUnitsMax);
   const int64_t warps = std::min<int64_t>(units, kPoolWarpsMax);
   stretches.units = static_cast<int32_t>(units / warps * warps);
   stretches.ahead = static_cast<int32_t>(std::clamp<int64_t>(kBytesOnTheirWay / Unit::kUnitBytes, 1, stretches.units));
@@ -1015,8 +1024,11 @@ absl::Status launch_entries(const StoreRowsArgs& args, const StorePlan& plan, cu
   shape.block = dim3(kThreads);
   const int groups = dims == 128 ? kThreads / 16 : kThreads / 32;
   const int64_t blocks = div_ceil(div_ceil(args.rows, window), groups);
-  if (!few && args.kv.element == args.gate.element && (dims == 128 || dims == 512)) {
-    const bool bf16 = args.kv.element == RowElement::kBf16;
+  const bool bf16 = args.kv.element == RowElement::kBf16;
+  const bool fits = dims == 128 ? bf16 ? ring_fits<128, RowElement::kBf16>(plan) : ring_fits<128, RowElement::kFp32>(plan)
+                    : bf16 ? ring_fits<512, RowElement::kBf16>(plan)
+                                : ring_fits<512, RowElement::kFp32>(plan);
+  if (!few && fits && args.kv.element == args.gate.element && (dims == 128 || dims == 512)) {
     *lets_records_go = true;
     if (dims == 128) {
       return bf16 ? launch_stretches<128, RowElement::kBf16>(args, plan, stream)
