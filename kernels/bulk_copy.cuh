@@ -11,9 +11,9 @@
 
 #include <cstdint>
 
-namespace needle {
+#include "kernels/shared_memory.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+namespace needle {
 
 // 16 bytes from a shared address.
 __device__ __forceinline__ float4 load_shared_vector(uint32_t address) {

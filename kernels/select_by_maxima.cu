@@ -72,15 +72,6 @@ __device__ __forceinline__ MaximaShared<kWhole>& maxima_shared() {
   return *reinterpret_cast<MaximaShared<kWhole>*>(reinterpret_cast<std::byte*>(&select_shared()) + kMaximaAt);
 }
 
-// Shared memory by its 32-bit address, worked out once: the compiler would begin from the block's place in its cluster each time.
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
 __device__ __forceinline__ uint32_t load_short(uint32_t address) {
   uint16_t value;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
@@ -93,14 +84,6 @@ __device__ __forceinline__ float4 load_kept(uint32_t address) {
   float4 four;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-               : "r"(address)
-               : "memory");
-  return four;
-}
-__device__ __forceinline__ uint4 load_bins(uint32_t address) {
-  uint4 four;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
                : "r"(address)
                : "memory");
   return four;
@@ -224,7 +207,7 @@ struct Crossing {
   uint32_t total;   // in all bins; the rest is meaningless where that is below `wanted`
 };
 __device__ __forceinline__ Crossing find_crossing(uint32_t bins, uint32_t wanted, int lane) {
-  const uint4 own = load_bins(bins + 16 * static_cast<uint32_t>(lane));
+  const uint4 own = load_vector(bins + 16 * static_cast<uint32_t>(lane));
   const uint32_t two = own.x + own.y;
   const uint32_t three = two + own.z;
   const uint32_t four = three + own.w;
@@ -247,7 +230,7 @@ struct Counted {
   uint32_t total;
 };
 __device__ __forceinline__ Counted over_warps(uint32_t count_of, int warp, int lane) {
-  const uint32_t theirs = lane < kWarps ? load_shared(count_of + 4 * static_cast<uint32_t>(lane)) : 0;
+  const uint32_t theirs = lane < kWarps ? load_word(count_of + 4 * static_cast<uint32_t>(lane)) : 0;
   return {__reduce_add_sync(0xFFFFFFFFu, lane < warp ? theirs : 0u), __reduce_add_sync(0xFFFFFFFFu, theirs)};
 }
 
@@ -337,7 +320,7 @@ __device__ __noinline__ uint32_t give_keys(const SelectTopkArgs& args, const Vis
   uint32_t members = 0;
 #pragma unroll 1
   for (uint32_t first = 0; first < count; first += 32) members += static_cast<uint32_t>(__popc(members_from(first)));
-  if (lane == 0) store_shared(members_of + 4 * static_cast<uint32_t>(warp), members);
+  if (lane == 0) store_word(members_of + 4 * static_cast<uint32_t>(warp), members);
   __syncthreads();
   uint32_t before = over_warps(members_of, warp, lane).before;
   uint32_t absent = 0;
@@ -537,8 +520,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     __syncthreads();
     mine.held = static_cast<int>(found);
     const uint32_t groups_of = here + offsetof(Shared, groups_of);
-    const bool dealt =
-        __reduce_max_sync(0xFFFFFFFFu, load_shared(groups_of + 4 * static_cast<uint32_t>(lane & (kWarps - 1)))) > kWarpGroups;
+    const bool dealt = __reduce_max_sync(0xFFFFFFFFu, load_word(groups_of + 4 * static_cast<uint32_t>(lane & (kWarps - 1)))) > kWarpGroups;
     uint32_t to = static_cast<uint32_t>(mine.first);
     if (dealt) {
       const Counted counted = over_warps(groups_of, warp, lane);
@@ -628,7 +610,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     __syncwarp();
     if (kWhole) break;
   }
-  if (lane == 0) store_shared(here + offsetof(Shared, items_of) + 4 * static_cast<uint32_t>(warp), count);
+  if (lane == 0) store_word(here + offsetof(Shared, items_of) + 4 * static_cast<uint32_t>(warp), count);
 
   // Items are binned, those that lanes hold on to, two of a lane at a time. Their pages are under way until members are given out.
   Item item[kHeldItems];
@@ -645,7 +627,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (int i = 0; i < 2; ++i) {
       Item& own = item[pair + i];
       own.at = position_of(number[i]);
-      own.score = mine.held <= kWarpGroups ? __uint_as_float(load_shared(kept + kept_at(number[i]))) : scores[own.at];
+      own.score = mine.held <= kWarpGroups ? __uint_as_float(load_word(kept + kept_at(number[i]))) : scores[own.at];
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -661,7 +643,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   // The k-th, and the members.
   const uint32_t most =
-      __reduce_max_sync(0xFFFFFFFFu, load_shared(here + offsetof(Shared, items_of) + 4 * static_cast<uint32_t>(lane & (kWarps - 1))));
+      __reduce_max_sync(0xFFFFFFFFu, load_word(here + offsetof(Shared, items_of) + 4 * static_cast<uint32_t>(lane & (kWarps - 1))));
   if (!kWhole && most > Shared::kItemsMax) return give_whole(true);
   const Crossing at_kth = find_crossing(score_bins, static_cast<uint32_t>(k), lane);
   uint32_t absent = 0;
@@ -676,7 +658,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         if (item[i].bin == at_kth.bin) shared.finalists[item[i].rank] = rank_key_of(item[i].score, item[i].at);
       }
     }
-    if (lane == 0) store_shared(here + offsetof(Shared, members_of) + 4 * static_cast<uint32_t>(warp), surely);
+    if (lane == 0) store_word(here + offsetof(Shared, members_of) + 4 * static_cast<uint32_t>(warp), surely);
     __syncthreads();
     // Which finalists are members, a bit each, and which of these lie in the warps before.
     const uint64_t own = shared.finalists[lane];

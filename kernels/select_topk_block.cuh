@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "kernels/select_topk.h"
+#include "kernels/shared_memory.cuh"
 
 namespace needle {
 
@@ -48,34 +49,6 @@ __device__ __forceinline__ SelectShared& select_shared() {
   return *reinterpret_cast<SelectShared*>(dynamic_shared);
 }
 __device__ __forceinline__ uint64_t* select_keys() { return reinterpret_cast<uint64_t*>(&select_shared() + 1); }
-
-// Words of shared memory by their 32-bit address.
-__device__ __forceinline__ uint32_t word_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
-__device__ __forceinline__ uint32_t load_word(uint32_t address) {
-  uint32_t word;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
-  return word;
-}
-__device__ __forceinline__ void store_word(uint32_t address, uint32_t word) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
-}
-__device__ __forceinline__ uint4 load_vector(uint32_t address) {
-  uint4 four;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
-               : "r"(address)
-               : "memory");
-  return four;
-}
-__device__ __forceinline__ void store_vector(uint32_t address, uint4 four) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(four.x), "r"(four.y), "r"(four.z), "r"(four.w) : "memory");
-}
-__device__ __forceinline__ void add_one_to_word(uint32_t address) {
-  asm volatile("red.relaxed.cta.shared::cta.add.u32 [%0], 1;" ::"r"(address) : "memory");
-}
-__device__ __forceinline__ void or_to_word(uint32_t address, uint32_t bits) {
-  asm volatile("red.relaxed.cta.shared::cta.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
-}
 
 __device__ __forceinline__ unsigned lanes_below() {
   unsigned mask;
@@ -116,12 +89,7 @@ __device__ __forceinline__ uint32_t block_exclusive_scan(uint32_t* warp_sums, ui
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
-  uint32_t inclusive = value;
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const uint32_t from = __shfl_up_sync(0xFFFFFFFFu, inclusive, step);
-    if (lane >= step) inclusive += from;
-  }
+  const uint32_t inclusive = inclusive_over_warp(value);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
   const uint32_t theirs = lane < kWarps ? warp_sums[lane] : 0;
@@ -161,7 +129,7 @@ __device__ __forceinline__ uint32_t add_for_warp(uint32_t* counter, uint32_t val
   if ((threadIdx.x & 31u) == 0) {
     asm volatile("atom.shared.add.u32 %0, [%1], %2;"
                  : "=r"(before)
-                 : "r"(word_address(counter)), "r"(value + (lanes_below() >> 31))
+                 : "r"(shared_address(counter)), "r"(value + (lanes_below() >> 31))
                  : "memory");
   }
   __syncwarp();

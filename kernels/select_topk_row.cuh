@@ -137,7 +137,7 @@ struct MemberMap {
 
   // Of `positions` positions.
   __device__ __forceinline__ MemberMap(const uint4* memory, uint32_t positions) {
-    counts = word_address(memory);
+    counts = shared_address(memory);
     words = counts + 4 * kMapParts;
     part_log2 = max(6u, 32u - static_cast<uint32_t>(__clz(static_cast<int>((positions - 1) / kMapParts))));
     bytes = 4 * kMapParts + (positions + 127) / 128 * 16;
@@ -272,7 +272,7 @@ __device__ __forceinline__ AtOnce give_at_once(const SelectTopkArgs& args, const
   // Where nothing that was kept reaches `low`, the best lies below it.
   const uint64_t range = ((static_cast<uint64_t>(max(order_max, order_bits_of_key(low))) << 32) | 0xFFFFFFFFu) - low;
   const int shift = max(0, 64 - kSelectBinBits - __clzll(static_cast<long long>(range)));
-  const uint32_t bins = word_address(shared.bins);
+  const uint32_t bins = shared_address(shared.bins);
   visit_keys(share, [&](const uint64_t(&key)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
