@@ -102,8 +102,8 @@ std::string rate_note(Bench& bench, double bytes, double us) {
 }
 
 // No kernel reads keys twice as fast as memory copies: one that does has not read them.
-double time_logits(Bench& bench, const Decode& decode, int calls) {
-  const double us = bench.us_a_call(calls, [&](int call) { return index_logits_cuda(decode.args(call), nullptr, 0, bench.stream()); });
+double time_logits(Bench& bench, const Decode& decode) {
+  const double us = bench.us_a_call([&](int call) { return index_logits_cuda(decode.args(call), nullptr, 0, bench.stream()); });
   const double copy_us = decode.bytes() / bench.copy_bytes_a_us(static_cast<int64_t>(decode.bytes()));
   must(us > copy_us / 2 ? absl::OkStatus()
                         : absl::InternalError(absl::StrCat(us, " us a call, where a copy of as many bytes takes ", copy_us,
@@ -142,7 +142,7 @@ std::optional<double> matrix_tflops(Bench& bench) {
     return status == 0 ? absl::OkStatus() : absl::InternalError("cublasGemmEx");
   };
   must(multiply(0), "cuBLAS warm-up");
-  const double us = bench.us_a_call(21, multiply);
+  const double us = bench.us_a_call(multiply);
   return 2.0 * kSide * kSide * kSide / us * 1e-6;
 }
 
@@ -153,7 +153,7 @@ void bench_decode(Bench& bench) {
   double uniform_rate = 0;
   {
     const Decode decode(*pool, 64, 1, uniform(64, 131'072), QueryElement::kBf16, 1, stream);
-    const double us = time_logits(bench, decode, 21);
+    const double us = time_logits(bench, decode);
     uniform_rate = decode.key_count() / us;
     bench.record("logits.bf16.64x131072", us, rate_note(bench, decode.bytes(), us));
   }
@@ -162,7 +162,7 @@ void bench_decode(Bench& bench) {
     std::vector<int32_t> lengths;
     for (int i = 0; i < 64; ++i) lengths.push_back(static_cast<int32_t>(1024.0 * std::exp2(8.0 * ((i * 37) % 64) / 63.0)));
     const Decode decode(*pool, 64, 1, lengths, QueryElement::kBf16, 1, stream);
-    const double us = time_logits(bench, decode, 21);
+    const double us = time_logits(bench, decode);
     char note[96];
     std::snprintf(note, sizeof note, "%.2f us for %.2f M keys", us, decode.key_count() * 1e-6);
     bench.record("logits.bf16.ragged", 100 * decode.key_count() / us / uniform_rate, note);
@@ -170,7 +170,7 @@ void bench_decode(Bench& bench) {
   double one_token_us = 0;
   for (const int tokens : {1, 2, 4}) {
     const Decode decode(*pool, 16, tokens, uniform(16, 131'072), QueryElement::kBf16, 2, stream);
-    const double us = time_logits(bench, decode, 42);
+    const double us = time_logits(bench, decode);
     const std::string note = rate_note(bench, decode.bytes(), us);
     if (tokens == 1) {
       one_token_us = us;
@@ -188,14 +188,14 @@ void bench_decode(Bench& bench) {
   };
   for (const Small& small : {Small{64, 16'384, 4}, Small{16, 16'384, 16}, Small{1, 131'072, 32}, Small{16, 4'096, 64}}) {
     const Decode decode(*pool, small.rows, 1, uniform(small.rows, small.length), QueryElement::kBf16, small.sets, stream);
-    const double us = time_logits(bench, decode, 84);
+    const double us = time_logits(bench, decode);
     std::printf("  %d x %d logits only %.2f us  %.2f TB/s\n", small.rows, small.length, us, decode.bytes() / us * 1e-6);
   }
   pool.reset();
   pool.emplace(ElementFormat::kFp8, stream);
   for (const QueryElement element : {QueryElement::kBf16, QueryElement::kFp8}) {
     const Decode decode(*pool, 64, 1, uniform(64, 131'072), element, 1, stream);
-    const double us = time_logits(bench, decode, 21);
+    const double us = time_logits(bench, decode);
     bench.record(element == QueryElement::kBf16 ? "logits.fp8.64x131072" : "logits.fp8q.64x131072", us,
                  rate_note(bench, decode.bytes(), us));
   }
@@ -222,7 +222,7 @@ void bench_prefill(Bench& bench) {
   const DeviceArray<int32_t> visible(std::vector<int32_t>(kQueries, kKeys));
   const DeviceArray<int32_t> rows(std::vector<int32_t>(kQueries, 0));
   DeviceArray<float> scores(int64_t{kQueries} * kKeys);
-  const double us = bench.us_a_call(21, [&](int call) {
+  const double us = bench.us_a_call([&](int call) {
     const int64_t set = call % kSets;
     IndexLogitsArgs args;
     args.keys.base = reinterpret_cast<const std::byte*>(keys.get()) + set * kPages * page_bytes;

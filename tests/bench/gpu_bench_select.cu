@@ -55,9 +55,8 @@ void bench_shape(Bench& bench, const FlashPool& pool, const Shape& shape) {
   const absl::StatusOr<ReadTopkPlan> plan = plan_read_topk_cuda(args_of(0));
   must(plan.status(), "plan_read_topk_cuda");
   DeviceArray<std::byte> scratch(plan->scratch_bytes);
-  const double us = bench.us_a_call(shape.rows * int64_t{shape.length} > 4'000'000 ? 21 : 84, [&](int call) {
-    return read_topk_cuda(args_of(call), *plan, scratch.get(), plan->scratch_bytes, stream);
-  });
+  const double us =
+      bench.us_a_call([&](int call) { return read_topk_cuda(args_of(call), *plan, scratch.get(), plan->scratch_bytes, stream); });
   // Fallbacks are counted in a call of their own, as a report costs launches.
   ReadTopkArgs reported = args_of(0);
   reported.report = report.get();
@@ -118,7 +117,7 @@ void bench_prefill_select(Bench& bench) {
   double logits_us = 0;
   {
     DeviceArray<float> all_scores(int64_t{kQueries} * kKeys);
-    logits_us = bench.us_a_call(21, [&](int call) {
+    logits_us = bench.us_a_call([&](int call) {
       IndexLogitsArgs args = logits_args(call);
       args.scores = all_scores.get();
       return index_logits_cuda(args, nullptr, 0, stream);
@@ -128,7 +127,7 @@ void bench_prefill_select(Bench& bench) {
   const absl::StatusOr<ReadTopkPlan> plan = plan_read_topk_cuda(first);
   must(plan.status(), "plan_read_topk_cuda");
   DeviceArray<std::byte> scratch(plan->scratch_bytes);
-  const double us = bench.us_a_call(21, [&](int call) {
+  const double us = bench.us_a_call([&](int call) {
     return read_topk_cuda(read_args(logits_args(call), positions, slots, counts), *plan, scratch.get(), plan->scratch_bytes, stream);
   });
   char note[128];

@@ -9,8 +9,7 @@
 namespace needle::bench {
 namespace {
 
-constexpr int kRotation = 24;       // sets of rows, so that large cases come from DRAM every time
-constexpr int kCallsOfShort = 240;  // a replay's own cost (about 20 us) spread thin
+constexpr int kRotation = 24;  // sets of rows, so that large cases come from DRAM every time
 
 struct Rows {
   float* scores;
@@ -66,8 +65,7 @@ SelectTopkArgs args_of(const Rows& made, int turn) {
 
 double select_us(Bench& bench, int rows, int length, int k, float scale, float mean, uint64_t* fallbacks) {
   const Rows made = rows_of(rows, length, k, scale, mean, bench.stream());
-  const int calls = int64_t{rows} * length > (4 << 20) ? 48 : kCallsOfShort;
-  const double us = bench.us_a_call(calls, [&](int i) { return select_topk_cuda(args_of(made, i), nullptr, 0, bench.stream()); });
+  const double us = bench.us_a_call([&](int i) { return select_topk_cuda(args_of(made, i), nullptr, 0, bench.stream()); });
   OpReport report;
   must(cudaMemcpy(&report, made.report, sizeof(report), cudaMemcpyDeviceToHost), "report");
   *fallbacks = report.fallbacks;
