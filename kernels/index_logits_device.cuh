@@ -16,7 +16,7 @@
 
 #include <cstdint>
 
-#include "kernels/hopper.cuh"
+#include "kernels/bulk_copy.cuh"
 #include "kernels/index_logits.h"
 #include "kernels/index_logits_launch.h"
 

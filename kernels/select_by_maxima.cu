@@ -21,7 +21,6 @@
 #include "absl/strings/str_cat.h"
 #include "base/units.h"
 #include "kernels/device_report.cuh"
-#include "kernels/hopper.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/select_by_maxima.h"
 #include "kernels/select_topk_block.cuh"

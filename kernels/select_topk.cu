@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           break;
         }
         // More reached the guess than there is room for. Keys that did are in the pool, and their k-th is a bound.
-        fence_before_bulk_store();  // the ring was read and perhaps cleared by threads, and is written by copies again
+        shared_written();  // the ring was read and perhaps cleared by threads, and is written by copies again
         __syncthreads();
         guess = block_kth_bound<kThreads>(together ? complete.share : share_of_run<kThreads>(plan.capacity), args.k, 1);
         const bool all_here = part.by_strands && blocks == 1;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           shared.part.blocks_log2 = 0;
           shared.part.by_strands = false;
           shared.part.tiles = (part.row_vectors + kTileVectors<kThreads> - 1) / kTileVectors<kThreads>;
-          fence_before_bulk_store();
+          shared_written();
           init_ring<kThreads>(shared, stages);
           ask_for_first_tiles<kThreads>(shared, ring, part, 0, 0, stages);
         }

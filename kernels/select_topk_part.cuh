@@ -117,7 +117,7 @@ __device__ __forceinline__ void store_in_block(uint32_t address, uint64_t value,
 __device__ __forceinline__ void expect_in_block(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Barriers that were made are seen, with barrier_inits_visible() before; nothing else is handed round.
+// Barriers that were made are seen, with barrier_init_done() before; nothing else is handed round.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ uint32_t rank_in_cluster() {
@@ -243,8 +243,8 @@ template <int kThreads>
 __device__ __forceinline__ void ask_for_tile(RowShared& shared, float4* ring, const Part& part, int rank, int tile, int stage) {
   const int first = ((tile << part.blocks_log2) + rank) * kTileVectors<kThreads>;
   const uint32_t bytes = static_cast<uint32_t>(min(kTileVectors<kThreads>, part.row_vectors - first)) * 16u;
-  barrier_expect(&shared.tile_landed[stage], bytes);
-  bulk_load(ring + stage * kTileVectors<kThreads>, part.vectors + first, bytes, &shared.tile_landed[stage]);
+  barrier_arrive_expect(&shared.tile_landed[stage], bytes);
+  bulk_copy(ring + stage * kTileVectors<kThreads>, part.vectors + first, bytes, &shared.tile_landed[stage]);
 }
 template <int kThreads>
 __device__ __forceinline__ void ask_for_first_tiles(RowShared& shared, float4* ring, const Part& part, int rank, int first, int end) {
@@ -258,7 +258,8 @@ __device__ __forceinline__ void init_ring(RowShared& shared, int stages) {
     barrier_init(&shared.tile_landed[stage], 1);
     barrier_init(&shared.tile_taken[stage], kThreads / 32);
   }
-  barrier_inits_visible();
+  barrier_init_done();
+  shared_written();
 }
 
 }  // namespace needle

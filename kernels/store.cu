@@ -17,8 +17,8 @@
 #include <string>
 
 #include "base/units.h"
+#include "kernels/bulk_copy.cuh"
 #include "kernels/entry_chain.cuh"
-#include "kernels/hopper.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/store.h"
 #include "kernels/store_device.cuh"
