@@ -5,8 +5,8 @@
 //  1. Global addresses and byte counts given to a bulk copy are multiples of 16; shared addresses too.
 //  2. A barrier's phase completes when its arrivals have come and its announced bytes have landed; a waiter gives the parity it
 //     waits for, 0 first.
-//  3. A copy may overwrite what a warp has read once a barrier that its thread waited for lies between; what threads *wrote*
-//     needs shared_written() as well.
+//  3. A copy may overwrite what a warp has read once that warp has arrived on a barrier that the copy's thread waited for
+//     (barrier_arrive_warp), or a block barrier lies between; what threads *wrote* needs shared_written() as well.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,6 +17,15 @@
 
 namespace needle {
 
+// What one barrier_arrive_warp() counts on its barrier. compute-sanitizer's racecheck does not follow __syncwarp() and then one
+// arrival: it credits an arrival to the arriving thread alone, and reports the other lanes' reads. Built with NEEDLE_RACECHECK,
+// every lane arrives, and what it then reports is not ordered.
+#ifdef NEEDLE_RACECHECK
+inline constexpr uint32_t kWarpArrivals = 32;
+#else
+inline constexpr uint32_t kWarpArrivals = 1;
+#endif
+
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
@@ -24,6 +33,15 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Once the whole warp has read: true for the lanes that arrive for it.
+__device__ __forceinline__ bool arrives_for_warp() {
+  __syncwarp();
+  return kWarpArrivals == 32 || (threadIdx.x & 31u) == 0;
+}
+// The whole warp has read what the barrier guards.
+__device__ __forceinline__ void barrier_arrive_warp(uint64_t* barrier) {
+  if (arrives_for_warp()) barrier_arrive(barrier);
 }
 // One arrival that also announces bytes which copies will deliver.
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kMmaThreads, 1) index_logits_mma_kernel(const 
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; ++s) {
       barrier_init(&tail.full[s], 1);
-      barrier_init(&tail.empty[s], 2);
+      barrier_init(&tail.empty[s], 2 * kWarpArrivals);
     }
     barrier_init_done();
   }
@@ -195,8 +195,7 @@ __global__ void __launch_bounds__(kMmaThreads, 1) index_logits_mma_kernel(const 
             scale[0] = *reinterpret_cast<const float*>(keys + Traits::kTileBytes + my_row * 4);
             scale[1] = *reinterpret_cast<const float*>(keys + Traits::kTileBytes + (my_row + 16) * 4);
           }
-          __syncwarp();
-          if (lane == 0) barrier_arrive(&tail.empty[stage]);
+          barrier_arrive_warp(&tail.empty[stage]);
 
           const auto finish = [&](int token, int half, float score) {
             const int slot = my_row + 16 * half;

@@ -12,8 +12,8 @@
 //  3. A ring stage belongs to one scoring group for good. Were it handed around, a group that is a whole ring ahead would
 //     take the phase before for its own, as a barrier tells phases apart by parity alone.
 //  4. One wgmma of all columns a step: a column's sum does not depend on how many columns there are.
-//  5. A warp arrives on a barrier by lane 0, after __syncwarp(). (racecheck credits that to lane 0 alone and reports the other
-//     lanes' reads as races; docs/measured/index_logits-h200.md says how that was seen.)
+//  5. A warp gives back what it has read by barrier_arrive_warp(). On `turn` lane 0 arrives alone: a turn orders multiplications
+//     and no memory.
 //  6. A tile is asked for only once all but the last `in_flight` before it have come: one queue for all of memory serves blocks
 //     unevenly where it is long, and whatever else is read waits in it.
 //  7. Between a multiplication's start and its end nothing is called and nothing branches around it: the compiler would wait.
@@ -167,11 +167,11 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
   if (threadIdx.x == 32) {  // warp 0 asks for lengths meanwhile
     for (int s = 0; s < stages; ++s) {
       barrier_init(&control.full[s], 1);
-      barrier_init(&control.empty[s], 4);
+      barrier_init(&control.empty[s], 4 * kWarpArrivals);
     }
     for (int b = 0; b < 2; ++b) {
       barrier_init(&control.query_full[b], kSm90LoaderThreads);
-      barrier_init(&control.query_empty[b], 4 * Shape::kGroups);
+      barrier_init(&control.query_empty[b], 4 * Shape::kGroups * kWarpArrivals);
       barrier_init(&control.turn[b], 4);
     }
     barrier_init_done();
@@ -431,8 +431,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
           if (Shape::kTakeTurns && lane == 0) barrier_arrive(&control.turn[1 - group]);
           wgmma_wait<0>();
           wgmma_result(d[0]);
-          __syncwarp();
-          if (lane == 0) barrier_arrive(&control.empty[stage]);
+          barrier_arrive_warp(&control.empty[stage]);
           turn_parity ^= 1;
           next_stage();
           reduce(d[0], now);
@@ -446,8 +445,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
           Tile now{index, control.present[stage], 1.0f};
           rows = load_rows<kKeys>(keys, row, t);
           if constexpr (Shape::kScaled) now.scale = *reinterpret_cast<const float*>(keys + Traits::kTileBytes + my_row * 4);
-          __syncwarp();
-          if (lane == 0) barrier_arrive(&control.empty[stage]);
+          barrier_arrive_warp(&control.empty[stage]);
           next_stage();
           return now;
         };
@@ -506,8 +504,7 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
       }
       ahead = tile - end;
       left_out.report(args.report);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&control.query_empty[buffer]);
+      barrier_arrive_warp(&control.query_empty[buffer]);
       buffer ^= 1;
       query_parity ^= buffer == 0 ? 1 : 0;
       next_run<kTokens>(args, piece);

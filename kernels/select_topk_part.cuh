@@ -256,7 +256,7 @@ __device__ __forceinline__ void init_ring(RowShared& shared, int stages) {
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     barrier_init(&shared.tile_landed[stage], 1);
-    barrier_init(&shared.tile_taken[stage], kThreads / 32);
+    barrier_init(&shared.tile_taken[stage], kThreads / 32 * kWarpArrivals);
   }
   barrier_init_done();
   shared_written();

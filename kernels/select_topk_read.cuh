@@ -197,8 +197,7 @@ __device__ __forceinline__ void stream_part(RowShared& shared, float4* ring, con
     }
     place.advance();
     if (tiles > stages) {  // else nothing is overwritten
-      __syncwarp();
-      if ((threadIdx.x & 31u) == 0) barrier_arrive(&shared.tile_taken[stage]);
+      barrier_arrive_warp(&shared.tile_taken[stage]);
       if (threadIdx.x == 0 && tile >= late && tile - late + stages < tiles) {
         barrier_wait(&shared.tile_taken[refill], refill_parity);
         ask_for_tile<kThreads>(shared, ring, part, rank, tile - late + stages, refill);

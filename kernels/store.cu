@@ -565,7 +565,7 @@ __global__ void __launch_bounds__(32 * (kPoolWarpsMax + kAskingWarps), 1)
     barrier_init(&first_landed, kAskingWarps);
     for (int u = 0; u < stretches.units; ++u) {
       barrier_init(&landed[u], kAskingWarps);
-      barrier_init(&emptied[u], 2);
+      barrier_init(&emptied[u], 2 * kWarpArrivals);
     }
     barrier_init(&known, static_cast<uint32_t>(pool_threads));
     barrier_init(&carried_read, static_cast<uint32_t>(pool_threads));
@@ -822,8 +822,7 @@ __global__ void __launch_bounds__(32 * (kPoolWarpsMax + kAskingWarps), 1)
       constexpr int kTurnBytes = 8 * Row::kLanes * Unit::kBytes;
       Unit::pool(before + t * kTurnBytes, before_kv + t * kTurnBytes, own + t * kTurnBytes, exponents, Row::octet(t), row.x[t]);
     }
-    __syncwarp();
-    if ((thread & 31) == 0) {
+    if (arrives_for_warp()) {
       if (u > 0) barrier_arrive(&emptied[place_before]);
       barrier_arrive(&emptied[place]);
     }
