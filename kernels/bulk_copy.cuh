@@ -92,6 +92,21 @@ __device__ __forceinline__ void bulk_copy(void* to_shared, const void* from_glob
                "l"(from_global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
                : "memory");
 }
+// The other way. A thread's bulk stores since its last bulk_store_commit() are a group.
+__device__ __forceinline__ void bulk_store(void* to_global, const void* from_shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to_global), "r"(shared_address(from_shared)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the thread's last kGroups groups have read their shared memory, or have been written.
+template <int kGroups>
+__device__ __forceinline__ void bulk_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
+}
+template <int kGroups>
+__device__ __forceinline__ void bulk_store_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
+}
 // Brings `bytes` to L2.
 __device__ __forceinline__ void prefetch_bulk(const void* global, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");

@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int64_t block = static_cast<int64_t>(group) * kBlocksAGroup + static_cast<int64_t>(threadIdx.x / 4);
   const int64_t begin = block * kChecksumBlockBytes;
   const int64_t length = max(int64_t{0}, min(kChecksumBlockBytes, args.page_bytes - begin));
-  uint64_t sum = xxh3_block<kAligned>(secret, args.base + page * args.page_stride + begin, length,
-                                      args.first_block + static_cast<uint64_t>(block), [](int64_t, uint64_t, uint64_t) {});
+  const GlobalBlock<kAligned> bytes{args.base + page * args.page_stride + begin};
+  uint64_t sum = xxh3_block(secret, bytes, length, args.first_block + static_cast<uint64_t>(block));
 #pragma unroll
   for (int step = 4; step < 32; step <<= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
   if ((threadIdx.x & 31u) == 0 && sum != 0) {

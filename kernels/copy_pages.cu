@@ -1,12 +1,19 @@
-// copy_pages on the GPU: 16-byte loads, eight in flight a thread, and stores that leave no trace in the caches' way.
+// copy_pages on the GPU, in two ways.
+//
+// Without a bound on its blocks and without checksums: 16-byte loads, eight in flight a thread, by many small blocks.
+// Else through rings in shared memory, by the bulk copy engine: one thread asks for pieces of pages, another sends them on,
+// and where checksums are wanted a warp a place sums what lies there. A few such blocks keep as much on its way as a link
+// to a peer takes, which registers cannot hold.
 //
 // What must stay true:
-//  1. Work is cut into pieces of 8 KiB (16 where blocks_max bounds the grid, 64 hash blocks with a checksum), handed out by
-//     a grid that strides over them.
-//  2. With a checksum the very registers that were stored are hashed; nothing is read twice.
+//  1. Work is cut into pieces (8 KiB; in rings up to eight hash blocks, pages into equal ones), handed out by a grid that
+//     strides over them.
+//  2. With a checksum the very bytes of shared memory that were sent on are summed; nothing is read twice.
+//  3. A ring's place is filled again once its bytes have been read by the engine that sends them on, and summed.
 #include <algorithm>
 
 #include "base/units.h"
+#include "kernels/bulk_copy.cuh"
 #include "kernels/copy_pages.h"
 #include "kernels/device_report.cuh"
 #include "kernels/launch.cuh"
@@ -15,13 +22,10 @@
 namespace needle {
 namespace {
 
-constexpr int kThreads = 256;  // where few blocks must do much
-constexpr int kHashBlocksAPiece = kThreads / 4;
-// Where blocks are many: small ones, so that another begins as soon as one has ended.
-constexpr int kSmallThreads = 64;
-constexpr int kSmallBlocks = 12;  // a multiprocessor, at least
-constexpr int kSmallVectors = 8;
-constexpr int kVectors = 4;
+// Without a ring: small blocks, so that another begins as soon as one has ended.
+constexpr int kThreads = 64;
+constexpr int kVectors = 8;
+constexpr int kBlocks = 12;  // a multiprocessor, at least
 
 struct PagePair {
   const std::byte* from = nullptr;
@@ -48,10 +52,10 @@ __device__ __noinline__ void report_skipped(OpReport* report) {
 }
 
 // Number: 32 bits where every number of a piece fits, as 64-bit division is a subroutine.
-template <int kBlock, int kVectorsAThread, int kBlocks, class Number>
-__global__ void __launch_bounds__(kBlock, kBlocks)
+template <class Number>
+__global__ void __launch_bounds__(kThreads, kBlocks)
     copy_pages_kernel(const __grid_constant__ CopyPagesArgs args, uint32_t pieces_a_page, Number pieces) {
-  constexpr int kPieceVectors = kBlock * kVectorsAThread;
+  constexpr int kPieceVectors = kThreads * kVectors;
   wait_for_previous_kernel();
   let_next_kernel_start();
 #pragma unroll 1
@@ -67,31 +71,219 @@ __global__ void __launch_bounds__(kBlock, kBlocks)
     const uint4* from = reinterpret_cast<const uint4*>(pages.from) + first;
     uint4* to = reinterpret_cast<uint4*>(pages.to) + first;
     const int left = static_cast<int>(min(args.page_bytes / 16 - first, int64_t{kPieceVectors}));
-    uint4 held[kVectorsAThread];
+    uint4 held[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectorsAThread; ++v) {
-      if (v * kBlock < left) held[v] = load_once(from + v * kBlock);
+    for (int v = 0; v < kVectors; ++v) {
+      if (v * kThreads < left) held[v] = load_once(from + v * kThreads);
     }
 #pragma unroll
-    for (int v = 0; v < kVectorsAThread; ++v) {
-      if (v * kBlock < left) __stcs(to + v * kBlock, held[v]);
+    for (int v = 0; v < kVectors; ++v) {
+      if (v * kThreads < left) __stcs(to + v * kThreads, held[v]);
     }
   }
 }
 
-template <int kBlock, int kVectorsAThread, int kBlocks>
-absl::Status launch_copies(const CopyPagesArgs& args, int64_t blocks_max, cudaStream_t stream) {
-  const int64_t pieces_a_page = div_ceil(args.page_bytes / 16, int64_t{kBlock} * kVectorsAThread);
+absl::Status launch_copies(const CopyPagesArgs& args, int multiprocessors, cudaStream_t stream) {
+  const int64_t pieces_a_page = div_ceil(args.page_bytes / 16, int64_t{kThreads} * kVectors);
   const int64_t pieces = pieces_a_page * args.count;
   LaunchShape shape;
-  shape.block = dim3(kBlock);
-  shape.grid = dim3(static_cast<unsigned>(std::min(pieces, blocks_max)));
+  shape.block = dim3(kThreads);
+  // Many more blocks than fit at once: the hardware hands them out as others end, which a striding grid would not.
+  shape.grid = dim3(static_cast<unsigned>(std::min(pieces, int64_t{multiprocessors} * 512)));
   const uint32_t each = static_cast<uint32_t>(pieces_a_page);
   // Below 2^31, so that no step of the grid wraps.
   return pieces < (int64_t{1} << 31)
-             ? launch("copy_pages", copy_pages_kernel<kBlock, kVectorsAThread, kBlocks, uint32_t>, shape, stream, args, each,
-                      static_cast<uint32_t>(pieces))
-             : launch("copy_pages", copy_pages_kernel<kBlock, kVectorsAThread, kBlocks, int64_t>, shape, stream, args, each, pieces);
+             ? launch("copy_pages", copy_pages_kernel<uint32_t>, shape, stream, args, each, static_cast<uint32_t>(pieces))
+             : launch("copy_pages", copy_pages_kernel<int64_t>, shape, stream, args, each, pieces);
+}
+
+// Rings. Five places of 18 KB fit beside one another in 99 KB, and twice in a multiprocessor of sm_90.
+constexpr int kPlaces = 5;
+constexpr int kHashBlocksAPiece = 8;  // a warp's
+constexpr int64_t kPieceBytesMax = kHashBlocksAPiece * kChecksumBlockBytes;
+constexpr int kSending = 1;  // pieces that may still be read by the engine while the next one is sent on
+constexpr int kRingsAMultiprocessor = 2;
+
+struct Piece {
+  const std::byte* from = nullptr;
+  std::byte* to = nullptr;
+  uint32_t bytes = 0;  // 0: of an absent page, or behind the last piece
+  int32_t copy = 0;    // which of the list
+  int32_t part = 0;    // of its page
+};
+
+struct Ring {
+  alignas(128) std::byte places[kPlaces][kPieceBytesMax];
+  Piece pieces[kPlaces];
+  uint64_t full[kPlaces];   // the piece has come
+  uint64_t empty[kPlaces];  // it has been sent on, and summed
+  uint64_t secret[kXxhSecretWords];
+};
+static_assert(sizeof(Ring) <= 99 * 1024, "shared memory of a block of sm_120");
+
+// How pages are cut: all pieces of piece_bytes, a whole number of hash blocks, but the last one of a page.
+struct Cut {
+  int64_t pieces = 0;  // in all
+  uint32_t pieces_a_page = 0;
+  uint32_t piece_bytes = 0;
+};
+
+__device__ __forceinline__ Piece piece_at(const CopyPagesArgs& args, const Cut& cut, int64_t number) {
+  Piece piece;
+  if (number >= cut.pieces) return piece;
+  const int64_t copy = number / cut.pieces_a_page;
+  piece.copy = static_cast<int32_t>(copy);
+  piece.part = static_cast<int32_t>(number - copy * cut.pieces_a_page);
+  const PagePair pages = page_pair(args, copy);
+  if (pages.from == nullptr) {
+    if (piece.part == 0) report_skipped(args.report);
+    return piece;
+  }
+  const int64_t begin = static_cast<int64_t>(piece.part) * cut.piece_bytes;
+  piece.from = pages.from + begin;
+  piece.to = pages.to + begin;
+  piece.bytes = static_cast<uint32_t>(min(int64_t{cut.piece_bytes}, args.page_bytes - begin));
+  return piece;
+}
+template <class T>
+__device__ __forceinline__ T* pointer_of_lane(T* pointer, int lane) {
+  return reinterpret_cast<T*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<unsigned long long>(pointer), lane));
+}
+__device__ __forceinline__ Piece piece_of_lane(const Piece& piece, int lane) {
+  Piece of_lane;
+  of_lane.from = pointer_of_lane(piece.from, lane);
+  of_lane.to = pointer_of_lane(piece.to, lane);
+  of_lane.bytes = __shfl_sync(0xFFFFFFFFu, piece.bytes, lane);
+  of_lane.copy = __shfl_sync(0xFFFFFFFFu, piece.copy, lane);
+  of_lane.part = __shfl_sync(0xFFFFFFFFu, piece.part, lane);
+  return of_lane;
+}
+
+// The place of a warp's next piece, and the parity of that place's current filling.
+struct Turn {
+  int place = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++place == kPlaces) {
+      place = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// One warp: page ids are read 32 pieces ahead, a piece a lane; lane 0 asks for the bytes.
+__device__ __forceinline__ void fill_ring(Ring& ring, const CopyPagesArgs& args, const Cut& cut, int64_t mine) {
+  const int lane = static_cast<int>(threadIdx.x & 31u);
+  const auto ahead = [&](int64_t n) { return piece_at(args, cut, blockIdx.x + (n + lane) * gridDim.x); };
+  Piece next = ahead(0);
+  Piece now;
+  Turn turn;
+#pragma unroll 1
+  for (int64_t n = 0; n < mine; ++n, turn.next()) {
+    if (n % 32 == 0) {
+      now = next;
+      next = ahead(n + 32);
+    }
+    const Piece piece = piece_of_lane(now, static_cast<int>(n % 32));
+    if (lane == 0) {
+      if (n >= kPlaces) barrier_wait(&ring.empty[turn.place], turn.parity ^ 1);
+      ring.pieces[turn.place] = piece;
+      if (piece.bytes == 0) {
+        barrier_arrive(&ring.full[turn.place]);
+      } else {
+        barrier_arrive_expect(&ring.full[turn.place], piece.bytes);
+        bulk_copy(ring.places[turn.place], piece.from, piece.bytes, &ring.full[turn.place]);
+      }
+    }
+  }
+}
+
+// One thread.
+__device__ __forceinline__ void send_on(Ring& ring, int64_t mine) {
+  Turn turn;
+  Turn sent;
+#pragma unroll 1
+  for (int64_t n = 0; n < mine; ++n, turn.next()) {
+    barrier_wait(&ring.full[turn.place], turn.parity);
+    const Piece& piece = ring.pieces[turn.place];
+    if (piece.bytes > 0) bulk_store(piece.to, ring.places[turn.place], piece.bytes);
+    bulk_store_commit();
+    if (n < kSending) continue;
+    bulk_store_wait_read<kSending>();
+    barrier_arrive(&ring.empty[sent.place]);
+    sent.next();
+  }
+  bulk_store_wait<0>();
+}
+
+// One warp, which has a place of its own and so meets every filling of it: a barrier's parity cannot mislead it.
+__device__ __forceinline__ void sum_place(Ring& ring, const CopyPagesArgs& args, const Cut& cut, int64_t mine, int place) {
+  const int group = static_cast<int>(threadIdx.x & 31u) / 4;
+  const uint64_t hash_blocks = cut.piece_bytes / kChecksumBlockBytes;
+  const SharedBlock block{shared_address(ring.places[place]) + static_cast<uint32_t>(group * kChecksumBlockBytes)};
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int64_t n = place; n < mine; n += kPlaces, parity ^= 1) {
+    barrier_wait(&ring.full[place], parity);
+    const int64_t length = max(int64_t{0}, min(kChecksumBlockBytes, int64_t{ring.pieces[place].bytes} - group * kChecksumBlockBytes));
+    const int32_t copy = ring.pieces[place].copy;
+    const uint64_t first_block = args.first_block + static_cast<uint64_t>(ring.pieces[place].part) * hash_blocks;
+    uint64_t sum = xxh3_block(ring.secret, block, length, first_block + static_cast<uint64_t>(group));
+    barrier_arrive_warp(&ring.empty[place]);
+#pragma unroll
+    for (int step = 4; step < 32; step <<= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+    if ((threadIdx.x & 31u) != 0) continue;
+    if (cut.pieces_a_page == 1) {
+      args.checksums[copy] = sum;
+    } else if (sum != 0) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(&args.checksums[copy]), static_cast<unsigned long long>(sum));
+    }
+  }
+}
+
+template <bool kSums>
+constexpr int kRingThreads = 64 + (kSums ? 32 * kPlaces : 0);
+
+template <bool kSums>
+__global__ void __launch_bounds__(kRingThreads<kSums>, 1)
+    copy_by_rings_kernel(const __grid_constant__ CopyPagesArgs args, const __grid_constant__ Cut cut) {
+  extern __shared__ __align__(128) std::byte shared[];
+  Ring& ring = *reinterpret_cast<Ring*>(shared);
+  if (threadIdx.x == 0) {
+    for (int place = 0; place < kPlaces; ++place) {
+      barrier_init(&ring.full[place], 1);
+      barrier_init(&ring.empty[place], kSums ? 1 + kWarpArrivals : 1);
+    }
+    barrier_init_done();
+  }
+  if constexpr (kSums) load_xxh_secret(ring.secret);
+  __syncthreads();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  // At least one: there are no more blocks than pieces.
+  const int64_t mine = (cut.pieces - blockIdx.x + gridDim.x - 1) / gridDim.x;
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  if (warp == 0) {
+    fill_ring(ring, args, cut, mine);
+  } else if (warp == 1) {
+    if (threadIdx.x == 32) send_on(ring, mine);
+  } else {
+    if constexpr (kSums) sum_place(ring, args, cut, mine, warp - 2);
+  }
+}
+
+template <bool kSums>
+absl::Status launch_rings(const CopyPagesArgs& args, int64_t blocks, cudaStream_t stream) {
+  const int64_t pieces_a_page = div_ceil(args.page_bytes, kPieceBytesMax);
+  Cut cut;
+  cut.pieces = pieces_a_page * args.count;
+  cut.pieces_a_page = static_cast<uint32_t>(pieces_a_page);
+  cut.piece_bytes = static_cast<uint32_t>(div_ceil(div_ceil(args.page_bytes, pieces_a_page), kChecksumBlockBytes) * kChecksumBlockBytes);
+  LaunchShape shape;
+  shape.block = dim3(kRingThreads<kSums>);
+  shape.grid = dim3(static_cast<unsigned>(std::min(cut.pieces, blocks)));
+  shape.shared_bytes = sizeof(Ring);
+  return launch("copy_pages", copy_by_rings_kernel<kSums>, shape, stream, args, cut);
 }
 
 __global__ void zero_sums_kernel(uint64_t* checksums, int count) {
@@ -100,37 +292,11 @@ __global__ void zero_sums_kernel(uint64_t* checksums, int count) {
   const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (i < count) checksums[i] = 0;
 }
-
-__global__ void __launch_bounds__(kThreads, 4)
-    copy_and_sum_kernel(const __grid_constant__ CopyPagesArgs args, uint32_t pieces_a_page, int64_t pieces) {
-  __shared__ uint64_t secret[kXxhSecretWords];
-  load_xxh_secret(secret);
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  __syncthreads();
-#pragma unroll 1
-  for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
-    const int64_t i = piece / pieces_a_page;
-    const int64_t part = piece - i * pieces_a_page;
-    const PagePair pages = page_pair(args, i);
-    if (pages.from == nullptr) {
-      if (part == 0 && threadIdx.x == 0) report_skipped(args.report);
-      continue;
-    }
-    const int64_t block = part * kHashBlocksAPiece + static_cast<int64_t>(threadIdx.x / 4);
-    const int64_t begin = block * kChecksumBlockBytes;
-    const int64_t length = max(int64_t{0}, min(kChecksumBlockBytes, args.page_bytes - begin));
-    std::byte* to = pages.to + begin;
-    uint64_t sum = xxh3_block<true>(secret, pages.from + begin, length, args.first_block + static_cast<uint64_t>(block),
-                                    [to](int64_t offset, uint64_t first, uint64_t second) {
-                                      *reinterpret_cast<ulonglong2*>(to + offset) = ulonglong2{first, second};
-                                    });
-#pragma unroll
-    for (int step = 4; step < 32; step <<= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-    if ((threadIdx.x & 31u) == 0 && sum != 0) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(&args.checksums[i]), static_cast<unsigned long long>(sum));
-    }
-  }
+absl::Status zero_sums(const CopyPagesArgs& args, cudaStream_t stream) {
+  LaunchShape shape;
+  shape.block = dim3(256);
+  shape.grid = dim3(static_cast<unsigned>(div_ceil(args.count, 256)));
+  return launch("copy_pages", zero_sums_kernel, shape, stream, args.checksums, args.count);
 }
 
 }  // namespace
@@ -142,21 +308,15 @@ absl::Status copy_pages_cuda(const CopyPagesArgs& args, void* stream) {
   if (!facts.ok()) return facts.status();
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   if (args.checksums == nullptr) {
-    // Many more blocks than fit at once: the hardware hands them out as others end, which a striding grid would not.
-    return args.blocks_max > 0
-               ? launch_copies<kThreads, kVectors, 1>(args, args.blocks_max, cuda_stream)
-               : launch_copies<kSmallThreads, kSmallVectors, kSmallBlocks>(args, int64_t{facts->multiprocessors} * 512, cuda_stream);
+    return args.blocks_max > 0 ? launch_rings<false>(args, args.blocks_max, cuda_stream)
+                               : launch_copies(args, facts->multiprocessors, cuda_stream);
   }
-  LaunchShape shape;
-  shape.block = dim3(kThreads);
-  shape.grid = dim3(static_cast<unsigned>(div_ceil(args.count, kThreads)));
-  absl::Status zeroed = launch("copy_pages", zero_sums_kernel, shape, cuda_stream, args.checksums, args.count);
-  if (!zeroed.ok()) return zeroed;
-  const int64_t pieces_a_page = div_ceil(checksum_blocks(args.page_bytes), kHashBlocksAPiece);
-  const int64_t pieces = pieces_a_page * args.count;
-  const int64_t blocks = args.blocks_max > 0 ? args.blocks_max : int64_t{facts->multiprocessors} * 256;
-  shape.grid = dim3(static_cast<unsigned>(std::min(pieces, blocks)));
-  return launch("copy_pages", copy_and_sum_kernel, shape, cuda_stream, args, static_cast<uint32_t>(pieces_a_page), pieces);
+  if (args.page_bytes > kPieceBytesMax) {  // sums of several pieces meet
+    absl::Status zeroed = zero_sums(args, cuda_stream);
+    if (!zeroed.ok()) return zeroed;
+  }
+  const int64_t blocks = args.blocks_max > 0 ? args.blocks_max : int64_t{facts->multiprocessors} * kRingsAMultiprocessor;
+  return launch_rings<true>(args, blocks, cuda_stream);
 }
 
 }  // namespace needle

@@ -4,7 +4,7 @@
 // What must stay true:
 //  1. Thread j of the four owns accumulators 2 j and 2 j + 1, and so 16 bytes of each 64-byte stripe: the swap between
 //     neighbouring accumulators stays inside a thread, and a warp reads eight blocks' stripes at a time.
-//  2. Blocks begin on 8 bytes; loads are of 16 where the block does, too.
+//  2. Blocks begin on 8 bytes; loads are of 16 where the block does, too. A block may lie in shared memory, on 16 bytes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "kernels/checksum_pages.h"
+#include "kernels/shared_memory.cuh"
 
 namespace needle {
 
@@ -90,7 +91,7 @@ struct XxhState {
   }
 };
 
-// Two neighbouring words from any byte address.
+// A word from any byte address.
 __device__ __forceinline__ uint64_t load_word(const std::byte* at) {
   if ((reinterpret_cast<uintptr_t>(at) & 7u) == 0) return *reinterpret_cast<const uint64_t*>(at);
   uint64_t word = 0;
@@ -99,43 +100,55 @@ __device__ __forceinline__ uint64_t load_word(const std::byte* at) {
   return word;
 }
 
+// A block in global memory: 16 bytes of a stripe, and 16 bytes of the last one, which may begin anywhere. `kAligned`: the
+// block begins on 16 bytes.
+template <bool kAligned>
+struct GlobalBlock {
+  const std::byte* base;
+
+  __device__ __forceinline__ ulonglong2 stripe(int64_t offset) const {
+    const std::byte* at = base + offset;
+    if constexpr (kAligned) return __ldg(reinterpret_cast<const ulonglong2*>(at));
+    return {*reinterpret_cast<const uint64_t*>(at), *reinterpret_cast<const uint64_t*>(at + 8)};
+  }
+  __device__ __forceinline__ ulonglong2 last_stripe(int64_t offset) const {
+    return {load_word(base + offset), load_word(base + offset + 8)};
+  }
+};
+
+// A block in shared memory that begins on 16 bytes and is a multiple of 16 long.
+struct SharedBlock {
+  uint32_t base;  // shared address
+
+  __device__ __forceinline__ ulonglong2 stripe(int64_t offset) const {
+    const uint4 four = load_vector(base + static_cast<uint32_t>(offset));
+    return {four.x | uint64_t{four.y} << 32, four.z | uint64_t{four.w} << 32};
+  }
+  __device__ __forceinline__ ulonglong2 last_stripe(int64_t offset) const { return stripe(offset); }
+};
+
 // The hash of a block; the four threads of a quarter group call it together, and whole warps do (a group with nothing to
-// do gives `length` 0). `kAligned`: the block begins on 16 bytes. `on_vector(offset, first, second)` sees every 16 bytes
-// that a whole block's stripes bring, in passing.
-template <bool kAligned, class OnVector>
-__device__ __forceinline__ uint64_t xxh3_block(const uint64_t* secret, const std::byte* block, int64_t length, uint64_t seed,
-                                               const OnVector& on_vector) {
+// do gives `length` 0).
+template <class Block>
+__device__ __forceinline__ uint64_t xxh3_block(const uint64_t* secret, const Block& block, int64_t length, uint64_t seed) {
   const int quarter = static_cast<int>(threadIdx.x & 3u);
+  const int64_t mine = 16 * quarter;
   XxhState state(secret, seed, quarter);
-  const std::byte* mine = block + 16 * quarter;
-  const auto load = [&](int64_t stripe, uint64_t* first, uint64_t* second) {
-    const std::byte* at = mine + 64 * stripe;
-    if constexpr (kAligned) {
-      const ulonglong2 pair = __ldg(reinterpret_cast<const ulonglong2*>(at));
-      *first = pair.x;
-      *second = pair.y;
-    } else {
-      *first = *reinterpret_cast<const uint64_t*>(at);
-      *second = *reinterpret_cast<const uint64_t*>(at + 8);
-    }
-  };
   if (length == kChecksumBlockBytes) {
     constexpr int kStripes = static_cast<int>(kChecksumBlockBytes / 64);  // 36: two runs of 16, three, the last
     constexpr int kBatch = 6;
 #pragma unroll
     for (int batch = 0; batch < kStripes; batch += kBatch) {
-      uint64_t first[kBatch];
-      uint64_t second[kBatch];
+      ulonglong2 words[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) load(batch + i, &first[i], &second[i]);
+      for (int i = 0; i < kBatch; ++i) words[i] = block.stripe(64 * (batch + i) + mine);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int n = batch + i;
-        on_vector(64 * n + 16 * quarter, first[i], second[i]);
         if (n == kStripes - 1) {
-          state.last_stripe(first[i], second[i]);
+          state.last_stripe(words[i].x, words[i].y);
         } else {
-          state.stripe(first[i], second[i], n % 16);
+          state.stripe(words[i].x, words[i].y, n % 16);
           if (n % 16 == 15) state.scramble();
         }
       }
@@ -144,18 +157,12 @@ __device__ __forceinline__ uint64_t xxh3_block(const uint64_t* secret, const std
     const int64_t stripes = (length - 1) / 64;  // before the last
 #pragma unroll 1
     for (int64_t n = 0; n < stripes; ++n) {
-      uint64_t first;
-      uint64_t second;
-      load(n, &first, &second);
-      on_vector(64 * n + 16 * quarter, first, second);
-      state.stripe(first, second, static_cast<int>(n % 16));
+      const ulonglong2 words = block.stripe(64 * n + mine);
+      state.stripe(words.x, words.y, static_cast<int>(n % 16));
       if (n % 16 == 15) state.scramble();
     }
-    const std::byte* last = block + length - 64 + 16 * quarter;
-    const uint64_t first = load_word(last);
-    const uint64_t second = load_word(last + 8);
-    on_vector(length - 64 + 16 * quarter, first, second);
-    state.last_stripe(first, second);
+    const ulonglong2 words = block.last_stripe(length - 64 + mine);
+    state.last_stripe(words.x, words.y);
   }
   const uint64_t hash = state.finish(length);
   return length == 0 ? 0 : hash;
