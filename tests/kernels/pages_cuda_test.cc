@@ -1,9 +1,11 @@
-// checksum_pages, read_entries and copy_pages on the GPU: the batteries of the first two, and copies in every direction.
+// checksum_pages, read_entries and copy_pages on the GPU: the batteries of the first two, copies in every direction, and
+// copies to and from another GPU's memory where there is one in reach.
 #include <gtest/gtest.h>
 
 #include "kernels/copy_pages.h"
 #include "tests/kernels/checksum_pages_battery.h"
 #include "tests/kernels/device_array.h"
+#include "tests/kernels/peer_memory.h"
 #include "tests/kernels/read_entries_battery.h"
 
 namespace needle::testing {
@@ -161,5 +163,100 @@ TEST(CopyPagesCuda, equals_the_reference_in_every_direction_with_and_without_sum
   }
 }
 
+TEST(CopyPagesCuda, a_few_blocks_take_many_pages_in_turn) {
+  if (const std::string reason = no_gpu_because(); !reason.empty()) GTEST_SKIP() << reason;
+  for (const int64_t page_bytes : {256, 16384, 37440}) {
+    for (const bool sums : {false, true}) {
+      for (const int32_t blocks_max : {0, 1, 2, 3}) {
+        SCOPED_TRACE(::testing::Message() << page_bytes << " bytes, sums " << sums << ", " << blocks_max << " blocks");
+        CopyWorld want(page_bytes, page_bytes + 64, 150, true, true, sums);
+        CopyWorld got(page_bytes, page_bytes + 64, 150, true, true, sums);
+        got.args.blocks_max = blocks_max;
+        ASSERT_TRUE(copy_pages_ref(want.args).ok());
+        const absl::Status done = copy_on_device(got.args);
+        ASSERT_TRUE(done.ok()) << done;
+        EXPECT_TRUE(got.to == want.to);
+        EXPECT_EQ(got.sums, want.sums);
+        EXPECT_EQ(got.report.skipped_rows, 2u);
+      }
+    }
+  }
+}
+
+enum class Direction { kPush, kPull };
+
+// One copy by a kernel of this GPU, with one side in the peer's memory. What the peer holds is its owner's word.
+absl::Status copy_with_peer(const CopyPagesArgs& host, Direction direction, PeerMemory& peer) {
+  const bool push = direction == Direction::kPush;
+  DeviceCopies copies;
+  CopyPagesArgs args = host;
+  if (push) {
+    args.from.base = copies.in(host.from.base, reach(host.from.count, host.from.stride, host.page_bytes));
+    args.to.base = peer.mapped();
+  } else {
+    args.from.base = peer.mapped();
+    args.to.base = copies.in_out(host.to.base, reach(host.to.count, host.to.stride, host.page_bytes));
+  }
+  args.from_pages = copies.in(host.from_pages, host.count);
+  args.to_pages = copies.in(host.to_pages, host.count);
+  args.checksums = copies.in_out(host.checksums, host.count);
+  args.report = copies.in_out(host.report, 1);
+  const absl::Status done = finish_on_device(copy_pages_cuda(args, nullptr));
+  if (done.ok()) copies.read_back();
+  return done;
+}
+
+void expect_copies_with_peer(const std::function<std::unique_ptr<PeerMemory>(const Peers&, int64_t)>& memory) {
+  const FoundPeers found = find_peers();
+  if (!found.none_because.empty()) GTEST_SKIP() << found.none_because;
+  constexpr size_t kBehind = 65536;  // poisoned, behind the last page
+  struct Shape {
+    int64_t page_bytes;
+    int32_t count;
+  };
+  constexpr Shape kShapes[] = {{256, 700}, {2304, 600}, {16384, 300}, {37440, 100}, {1165824, 5}};
+  const std::unique_ptr<PeerMemory> peer = memory(found.peers, int64_t{16} << 20);
+  for (const Shape& shape : kShapes) {
+    for (const Direction direction : {Direction::kPush, Direction::kPull}) {
+      for (const bool sums : {false, true}) {
+        CopyWorld want(shape.page_bytes, shape.page_bytes + 64, shape.count, true, true, sums);
+        ASSERT_TRUE(copy_pages_ref(want.args).ok());
+        for (const int32_t blocks_max : {0, 16, 32}) {
+          SCOPED_TRACE(::testing::Message() << shape.page_bytes << " bytes, " << (direction == Direction::kPush ? "push" : "pull")
+                                            << ", sums " << sums << ", " << blocks_max << " blocks");
+          CopyWorld got(shape.page_bytes, shape.page_bytes + 64, shape.count, true, true, sums);
+          got.args.blocks_max = blocks_max;
+          std::vector<std::byte> held = direction == Direction::kPush ? got.to : got.from;
+          held.resize(held.size() + kBehind, std::byte{0xA5});
+          peer->write(held);
+          const absl::Status done = copy_with_peer(got.args, direction, *peer);
+          ASSERT_TRUE(done.ok()) << done;
+          const std::vector<std::byte> holds = peer->read(static_cast<int64_t>(held.size()));
+          if (direction == Direction::kPush) {
+            std::copy(want.to.begin(), want.to.end(), held.begin());
+          } else {
+            EXPECT_TRUE(got.to == want.to);
+          }
+          EXPECT_TRUE(holds == held);  // the named pages as the reference has them, every other byte as it was
+          EXPECT_EQ(got.sums, want.sums);
+          EXPECT_EQ(got.report.skipped_rows, want.report.skipped_rows);
+          EXPECT_EQ(got.report.status, want.report.status);
+        }
+      }
+    }
+  }
+}
+
+TEST(CopyPagesPeer, pushes_to_and_pulls_from_memory_with_peer_access) { expect_copies_with_peer(memory_by_peer_access); }
+TEST(CopyPagesPeer, pushes_to_and_pulls_from_another_process_by_ipc_handle) { expect_copies_with_peer(memory_by_ipc_handle); }
+TEST(CopyPagesPeer, pushes_to_and_pulls_from_another_process_by_descriptor) { expect_copies_with_peer(memory_by_descriptor); }
+
 }  // namespace
 }  // namespace needle::testing
+
+// Instead of gtest_main's: this program is also the other process.
+int main(int argc, char** argv) {
+  if (needle::testing::own_gpu_memory(argc, argv)) return 0;
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}
