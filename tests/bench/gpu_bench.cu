@@ -20,6 +20,7 @@
 namespace needle::bench {
 
 void bench_logits(Bench& bench);
+void bench_peer(Bench& bench);
 void bench_prefill_logits(Bench& bench);
 void bench_select(Bench& bench);
 void bench_select_prefill(Bench& bench);
@@ -39,6 +40,7 @@ const std::vector<Family> kFamilies = {
     {"pages.", bench_pages},
     {"select.", bench_select},
     {"prefill.select.", bench_select_prefill},
+    {"peer.", bench_peer},
 };
 
 __global__ void empty_kernel() {}

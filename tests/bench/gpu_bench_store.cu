@@ -176,6 +176,37 @@ void page_rows(Bench& bench) {
   std::snprintf(note, sizeof(note), "%.1f us, %.0f of %.0f GB/s", gather_us, gather_moved * 1e-3 / gather_us, gather_copy * 1e-3);
   bench.record("pages.gather", 100.0 * gather_moved / gather_us / gather_copy, note);
 
+  // With the checksum of what was copied folded in, and of whole pages: no goals, two lines.
+  CopyPagesArgs summed = gather;
+  summed.checksums = sums;
+  const double summed_us = bench.us_a_call([&](int i) {
+    summed.from = {pool + int64_t{i % 21} * 16384, kFlashStride, kPool};
+    summed.from_pages = listed + (i % 3) * kPages;
+    summed.to = {packed + int64_t{i % kRotation} * kPages * 16384, 16384, kPages};
+    return copy_pages_cuda(summed, bench.stream());
+  });
+  std::printf("  the same gather with checksums %.1f us, %.0f of %.0f GB/s\n", summed_us, gather_moved * 1e-3 / summed_us,
+              gather_copy * 1e-3);
+  constexpr int32_t kWhole = 1'024;
+  std::byte* whole_to = static_cast<std::byte*>(device_bytes(kWhole * kFlashStride));
+  CopyPagesArgs whole;
+  whole.from = {pool, kFlashStride, kPool};
+  whole.to = {whole_to, kFlashStride, kWhole};
+  whole.page_bytes = kFlashStride;
+  whole.count = kWhole;
+  const double whole_moved = 2.0 * kWhole * double(kFlashStride);
+  const double whole_copy = bench.copy_bytes_a_us(static_cast<int64_t>(whole_moved));
+  for (const bool with_sums : {false, true}) {
+    whole.checksums = with_sums ? sums : nullptr;
+    const double whole_us = bench.us_a_call([&](int i) {
+      whole.from_pages = listed + i % 6 * kWhole;
+      return copy_pages_cuda(whole, bench.stream());
+    });
+    std::printf("  1,024 whole pages%s %.1f us, %.0f of %.0f GB/s\n", with_sums ? " with checksums" : "", whole_us,
+                whole_moved * 1e-3 / whole_us, whole_copy * 1e-3);
+  }
+  device_free(whole_to);
+
   ChecksumPagesArgs sum;
   sum.base = pool;
   sum.page_stride = kFlashStride;
