@@ -37,11 +37,20 @@ namespace {
 
 constexpr int kSampleHits = 16;  // of the k best: so many should be in a sample
 
+// Lengths and tables as memory has them now: nothing that was read before the wait stays in L1 and is taken for new.
+struct LoadNow {
+  __device__ __forceinline__ int32_t operator()(const int32_t* from) const {
+    int32_t value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+  }
+};
+
 // What warp 0 finds out about the row.
 template <int kThreads>
 __device__ __forceinline__ void plan_part(const SelectTopkArgs& args, const SelectPlan& plan, int64_t row, int rank, RowShared& shared) {
   constexpr int kStrands = kStrandsAWarp * kThreads / 32;
-  const VisibleRow visible = visible_row(args, row);
+  const VisibleRow visible = visible_row(args, row, LoadNow{});
   Part part;
   part.row = args.scores + row * args.score_stride;
   part.length = static_cast<int>(visible.length);
@@ -89,46 +98,76 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   __syncwarp();
   if (plan.cluster > 1) cluster_arrive();
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  if (threadIdx.x < 32) plan_part<kThreads>(args, plan, row, rank, shared);
-  __syncthreads();
 
+  // A block that begins while the kernel before still runs plans by lengths that may still be written, and reads the row by that
+  // plan as soon as it may; meanwhile it looks whether they are the same now. Where they are not it begins once more.
   const Part& part = shared.part;
-  if (part.length == 0) {
-    if (!leader) return;
-    give_padding<kThreads>(args, row, 0);
-    if (threadIdx.x == 0) report_status(args.report, shared.visible.status);
-    return;
-  }
-  const int blocks = 1 << part.blocks_log2;
-  if (rank >= blocks) return;
-
-  const FreeMemory memory{reinterpret_cast<uint4*>(lists),
-                          static_cast<uint32_t>(plan.slots * kThreads * 8 + plan.stages * kTileBytes<kThreads>)};
-  const bool covered = args.k < part.length && memory.covers(args, static_cast<uint32_t>(part.length));
-  CompletePool complete{};
-  bool guesses = part.guesses;
-  if (guesses) {
-    const int stages = plan.stages;
-    const uint32_t own_ring = shared_address(ring + threadIdx.x);
-    const TilePlace place = first_by_strands<kThreads>(part, rank);
-    OwnSample sample;
+  const int stages = plan.stages;
+  // Behind all of the ring's bytes the sample would wait for microseconds: a tile or two keep memory busy till it is back.
+  const int early = min(max(1, stages - 2), stages);
+  const uint32_t own_ring = shared_address(ring + threadIdx.x);
+  TilePlace place;
+  OwnSample sample;
+  const auto first_copies_landed = [&] {
+    copies_landed<true>();
+    for (int tile = 0; !part.by_strands && tile < min(early, part.tiles); ++tile) barrier_wait(&shared.tile_landed[tile], 0);
+    __syncthreads();
+  };
+#pragma unroll 1
+  for (bool hinted = true;; hinted = false) {
+    if (threadIdx.x < 32) plan_part<kThreads>(args, plan, row, rank, shared);
+    __syncthreads();
+    const bool reads = part.guesses && rank < 1 << part.blocks_log2;
+    if (hinted) {
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+      if (!reads) {
+        __syncthreads();  // everybody knows that
+        continue;
+      }
+    } else {
+      if (part.length == 0) {
+        if (!leader) return;
+        give_padding<kThreads>(args, row, 0);
+        if (threadIdx.x == 0) report_status(args.report, shared.visible.status);
+        return;
+      }
+      if (rank >= 1 << part.blocks_log2) return;
+      if (!reads) break;
+    }
+    place = first_by_strands<kThreads>(part, rank);
     if (part.by_strands) {
       ask_for_strands<kThreads>(part, place, own_ring, part.tiles);
       sample = sample_of_strands<kThreads>(part, place, own_ring);
     } else {
       sample = ask_for_sample<kThreads>(part, rank, shared_address(lists));
     }
-    // Behind all of the ring's bytes the sample would wait for microseconds: a tile or two keep memory busy till it is back.
-    const int early = min(max(1, stages - 2), stages);
     if (threadIdx.x == 0 && !part.by_strands) ask_for_first_tiles<kThreads>(shared, ring, part, rank, 0, early);
     __syncwarp();
+    if (hinted && threadIdx.x / 32 == 1) {
+      const VisibleRow now = visible_row(args, row, LoadNow{});
+      if (threadIdx.x == 32)
+        shared.planned_right = now.length == shared.visible.length && now.base == shared.visible.base &&
+                               now.pages == shared.visible.pages && now.status == shared.visible.status;
+    }
     if (threadIdx.x / 32 == kThreads / 32 - 1) {
       const SamplePlan planned = plan_sample<kThreads>(part, args.k);
       if (threadIdx.x == kThreads - 1) shared.sample = planned;
     }
     __syncthreads();
+    if (!hinted || shared.planned_right) break;
+    first_copies_landed();
+    if (threadIdx.x == 0) init_ring<kThreads>(shared, stages);
+    __syncwarp();
+  }
+
+  const int blocks = 1 << part.blocks_log2;
+  const FreeMemory memory{reinterpret_cast<uint4*>(lists),
+                          static_cast<uint32_t>(plan.slots * kThreads * 8 + plan.stages * kTileBytes<kThreads>)};
+  const bool covered = args.k < part.length && memory.covers(args, static_cast<uint32_t>(part.length));
+  CompletePool complete{};
+  bool guesses = part.guesses;
+  if (guesses) {
     guesses = shared.sample.rank != 0;
     if (guesses) {
       uint64_t guess = guess_threshold<kThreads>(shared, part, sample, [&] {
@@ -216,9 +255,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         __syncthreads();
       }
     } else {
-      copies_landed<true>();
-      for (int tile = 0; !part.by_strands && tile < min(early, part.tiles); ++tile) barrier_wait(&shared.tile_landed[tile], 0);
-      __syncthreads();
+      first_copies_landed();
       if (!leader) return;
     }
   }

@@ -131,17 +131,20 @@ struct VisibleRow {
   uint32_t status = 0;             // kStatusBadPageTable where the length was cut or the table row does not exist
 };
 
-NEEDLE_HD inline VisibleRow visible_row(const SelectTopkArgs& args, int64_t row) {
+// `load` reads an element of the caller's arrays.
+template <class Load>
+NEEDLE_HD inline VisibleRow visible_row(const SelectTopkArgs& args, int64_t row, const Load& load) {
   VisibleRow out;
-  out.length = args.lengths[row] < 0 ? 0 : args.lengths[row];
+  const int32_t length = load(args.lengths + row);
+  out.length = length < 0 ? 0 : length;
   int64_t limit = args.length_max;
   if (args.pages.pages != nullptr || args.pages.entry_base != nullptr) {
-    const int32_t table_row = args.row_of != nullptr ? args.row_of[row] : static_cast<int32_t>(row) / args.rows_per_table_row;
+    const int32_t table_row = args.row_of != nullptr ? load(args.row_of + row) : static_cast<int32_t>(row) / args.rows_per_table_row;
     if (table_row < 0 || table_row >= args.pages.rows) {
       limit = 0;
       out.length = out.length > 0 ? out.length : 1;  // reported even where the length is 0
     } else {
-      if (args.pages.entry_base != nullptr) out.base = args.pages.entry_base[table_row];
+      if (args.pages.entry_base != nullptr) out.base = load(args.pages.entry_base + table_row);
       if (args.pages.pages != nullptr) out.pages = args.pages.pages + table_row * args.pages.row_stride;
       if (args.pages.pages != nullptr && args.slots_per_page > 0) {
         const int64_t held = static_cast<int64_t>(args.pages.pages_per_row) * args.slots_per_page;
@@ -155,6 +158,13 @@ NEEDLE_HD inline VisibleRow visible_row(const SelectTopkArgs& args, int64_t row)
   }
   return out;
 }
+struct PlainLoad {
+  template <class T>
+  NEEDLE_HD T operator()(const T* from) const {
+    return *from;
+  }
+};
+NEEDLE_HD inline VisibleRow visible_row(const SelectTopkArgs& args, int64_t row) { return visible_row(args, row, PlainLoad{}); }
 
 // Slot of a local entry inside the row's length, or kNoEntry where its page names nothing.
 NEEDLE_HD inline int32_t slot_of_entry(const int32_t* pages, int64_t page_count, int32_t slots_per_page, int64_t entry) {

@@ -93,6 +93,7 @@ struct alignas(16) RowShared {
   Part part;
   SamplePlan sample;
   SampleCount sampled;
+  bool planned_right;  // lengths and tables are what the part was planned by
   uint32_t guess_order;
   uint32_t guess_ties;  // groups whose best is the guess's score
 };

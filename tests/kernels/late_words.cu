@@ -1,11 +1,18 @@
 #include "tests/kernels/late_words.h"
 
+#include <algorithm>
+
+#include "base/check.h"
 #include "kernels/launch.cuh"
 
 namespace needle::testing {
 namespace {
 
-__global__ void late_words_kernel(int32_t* to, const int32_t* from, int count) {
+struct LateArrays {
+  LateWords of[kLateArrays];
+};
+
+__global__ void late_words_kernel(LateArrays arrays) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   uint64_t begun, now;
@@ -13,15 +20,20 @@ __global__ void late_words_kernel(int32_t* to, const int32_t* from, int count) {
   do {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   } while (now - begun < 200'000);  // ns: the next kernel's blocks have long come to their wait
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) to[i] = from[i];
+  for (const LateWords& words : arrays.of) {
+    for (int64_t i = threadIdx.x; i < words.count; i += blockDim.x) words.to[i] = words.from[i];
+  }
 }
 
 }  // namespace
 
-absl::Status write_words_late(int32_t* to, const int32_t* from, int count, void* stream) {
+absl::Status write_words_late(std::initializer_list<LateWords> arrays, void* stream) {
+  NEEDLE_CHECK(arrays.size() <= kLateArrays, "more arrays than kLateArrays");
+  LateArrays all{};
+  std::copy(arrays.begin(), arrays.end(), all.of);
   LaunchShape shape;
-  shape.block = dim3(64);
-  return launch("write_words_late", late_words_kernel, shape, static_cast<cudaStream_t>(stream), to, from, count);
+  shape.block = dim3(1024);
+  return launch("write_words_late", late_words_kernel, shape, static_cast<cudaStream_t>(stream), all);
 }
 
 }  // namespace needle::testing

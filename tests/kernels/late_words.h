@@ -2,12 +2,24 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "absl/status/status.h"
 
 namespace needle::testing {
 
-// Copies `count` words between device arrays, 200 us after the next kernel on the stream may have started.
-absl::Status write_words_late(int32_t* to, const int32_t* from, int count, void* stream);
+struct LateWords {
+  int32_t* to = nullptr;
+  const int32_t* from = nullptr;
+  int64_t count = 0;
+};
+inline constexpr int kLateArrays = 4;
+
+// Copies each array's words between device arrays, kLateArrays of them at most, 200 us after the next kernel on the stream may
+// have started.
+absl::Status write_words_late(std::initializer_list<LateWords> arrays, void* stream);
+inline absl::Status write_words_late(int32_t* to, const int32_t* from, int count, void* stream) {
+  return write_words_late({{to, from, count}}, stream);
+}
 
 }  // namespace needle::testing

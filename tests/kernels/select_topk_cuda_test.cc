@@ -12,6 +12,7 @@
 #include "kernels/select_by_maxima.h"
 #include "kernels/select_topk_plan.h"
 #include "tests/kernels/device_array.h"
+#include "tests/kernels/late_words.h"
 #include "tests/kernels/select_topk_battery.h"
 
 namespace needle::testing {
@@ -19,8 +20,39 @@ namespace {
 
 using Select = std::function<absl::Status(const SelectTopkArgs&)>;
 
+// What stands in an array before it is written, kept as long as the call lasts.
+struct OldWords {
+  std::vector<int32_t> words;
+  int32_t* device = nullptr;
+};
+
+// Scores, lengths and tables of the arguments, written while the kernel under test already runs; what stands there before are
+// lengths of nothing, of more than a row holds, and the right ones, and scores that would win.
+absl::Status writes_them_late(DeviceCopies& copies, const SelectTopkArgs& host, SelectTopkArgs& args, OldWords (&old)[kLateArrays]) {
+  const auto late = [&](OldWords& words, const void* device, int64_t count, int32_t before) -> LateWords {
+    if (device == nullptr) return {};
+    if (words.words.empty()) words.words.assign(static_cast<size_t>(count), before);
+    words.device = copies.in_out(words.words.data(), count);
+    return {words.device, static_cast<const int32_t*>(device), count};
+  };
+  for (int64_t row = 0; row < host.rows; ++row) {
+    const int32_t lengths[] = {0, host.lengths[row], 0x7FFFFFFF, static_cast<int32_t>(host.length_max), -5};
+    old[0].words.push_back(lengths[(row + host.length_max + host.k) % 5]);
+  }
+  const LateWords lengths = late(old[0], args.lengths, host.rows, 0);
+  const LateWords scores = late(old[1], args.scores, host.rows * host.score_stride, 0x7F800000);
+  const LateWords bases = late(old[2], args.pages.entry_base, host.pages.rows, 12345);
+  const LateWords rows = late(old[3], args.row_of, host.rows, 0x7FFFFFFF);
+  args.lengths = lengths.to;
+  args.scores = reinterpret_cast<const float*>(scores.to);
+  args.pages.entry_base = bases.to;
+  args.row_of = rows.to;
+  return write_words_late({lengths, scores, bases, rows}, nullptr);
+}
+
 // Runs `select` on device copies of everything that the arguments name.
-absl::Status select_on_device(const SelectTopkArgs& host, const Select& select) {
+enum class Inputs { kThere, kWrittenLate };
+absl::Status select_on_device(const SelectTopkArgs& host, const Select& select, Inputs inputs = Inputs::kThere) {
   absl::Status possible = check_select_topk(host);
   if (!possible.ok()) return select(host);  // refused before any pointer is looked at
   const int64_t cells = host.rows * host.out_stride;
@@ -36,7 +68,9 @@ absl::Status select_on_device(const SelectTopkArgs& host, const Select& select) 
   args.out_scores = copies.in_out(host.out_scores, cells);
   args.counts = copies.in_out(host.counts, host.rows);
   args.report = copies.in_out(host.report, 1);
-  absl::Status done = finish_on_device(select(args));
+  OldWords old[kLateArrays];
+  absl::Status done = inputs == Inputs::kThere ? absl::OkStatus() : writes_them_late(copies, host, args, old);
+  if (done.ok()) done = finish_on_device(select(args));
   if (done.ok()) copies.read_back();
   return done;
 }
@@ -119,11 +153,11 @@ absl::Status select_by_maxima_on_device(const SelectTopkArgs& host) {
   return done;
 }
 
-SelectTwin twin_of(const std::string& name, const Select& select) {
+SelectTwin twin_of(const std::string& name, const Select& select, Inputs inputs = Inputs::kThere) {
   SelectTwin twin;
   twin.name = name;
   twin.unavailable = no_gpu_because();
-  twin.select = [select](const SelectTopkArgs& args) { return select_on_device(args, select); };
+  twin.select = [=](const SelectTopkArgs& args) { return select_on_device(args, select, inputs); };
   twin.merge = merge_on_device;
   twin.list = list_on_device;
   return twin;
@@ -162,6 +196,10 @@ std::vector<SelectTwin> cuda_twins() {
       twin_of("cuda_cluster_of_2", planned(1024, 2, 3, 6, 4096)),
       twin_of("cuda_cluster_of_8", planned(1024, 8, 2, 5, 4096)),
       twin_of("cuda_cluster_of_16_small", planned(512, 16, 4, 4, 0)),
+      twin_of(
+          "cuda_behind_a_late_writer", [](const SelectTopkArgs& args) { return select_topk_cuda(args, nullptr, 0, nullptr); },
+          Inputs::kWrittenLate),
+      twin_of("cuda_streams_behind_a_late_writer", planned(1024, 2, 1, 6, 4096), Inputs::kWrittenLate),
   };
 }
 
