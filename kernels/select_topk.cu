@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (plan.cluster > 1) cluster_arrive();
 
   // A block that begins while the kernel before still runs plans by lengths that may still be written, and reads the row by that
-  // plan as soon as it may; meanwhile it looks whether they are the same now. Where they are not it begins once more.
+  // plan as soon as it may; meanwhile it looks whether they are the same now. Where they are not it begins once more. Blocks that
+  // take the place of others of this kernel have nothing to wait for.
   const Part& part = shared.part;
   const int stages = plan.stages;
   // Behind all of the ring's bytes the sample would wait for microseconds: a tile or two keep memory busy till it is back.
@@ -113,8 +114,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     for (int tile = 0; !part.by_strands && tile < min(early, part.tiles); ++tile) barrier_wait(&shared.tile_landed[tile], 0);
     __syncthreads();
   };
+  bool hinted = blockIdx.x < static_cast<unsigned>(plan.first_blocks);
+  if (!hinted) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
 #pragma unroll 1
-  for (bool hinted = true;; hinted = false) {
+  for (;; hinted = false) {
     if (threadIdx.x < 32) plan_part<kThreads>(args, plan, row, rank, shared);
     __syncthreads();
     const bool reads = part.guesses && rank < 1 << part.blocks_log2;
@@ -325,6 +331,7 @@ SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts
   }
   const bool alone = rows * plan.cluster <= facts.multiprocessors;
   const bool whole = alone || args.k > tuning.shared_rows_k_max;  // the multiprocessor to itself
+  plan.first_blocks = facts.multiprocessors * (whole ? 1 : 2);
   const int64_t room = whole ? facts.shared_bytes_per_block : tuning.shared_bytes_of_two;
   const int64_t part_bytes = (int64_t{args.length_max} * 4 + plan.cluster - 1) / plan.cluster;
   const auto tile_bytes = [&] { return int64_t{plan.threads} * kStrandsAWarp * 16; };

@@ -21,7 +21,8 @@ struct SelectPlan {
   int stages = 0;    // of the ring of score tiles, each two 16-byte vectors a thread: 1..4
   int slots = 0;     // entries of a thread's list: 4..32, or 0: no lists, rows are read slowly
   int64_t shared_bytes = 0;
-  int sample_log2 = 4;  // of rows that are streamed: 16-byte vectors of each of 64 strands that make a sample, 3..5
+  int sample_log2 = 4;            // of rows that are streamed: 16-byte vectors of each of 64 strands that make a sample, 3..5
+  int first_blocks = 0x7FFFFFFF;  // that can begin while the kernel before still runs
 };
 
 SelectPlan plan_select_topk(const SelectTopkArgs& args, const DeviceFacts& facts);
