@@ -9,7 +9,8 @@
 //  3. A checksum is checksum_pages' number for the bytes that were read, first_block as given there: what the reader
 //     compares with the source's own sum says that the very bytes that it wrote were the right ones.
 //  4. On a device either side may be a peer's memory, mapped and reachable. The kernel's loads and stores are the transfer:
-//     `blocks_max` bounds how much of this GPU it takes, in blocks of 64 threads (224 with checksums) and 93 KB of shared memory.
+//     `blocks_max` bounds how much of this GPU it takes, in blocks of 64 threads (224 with checksums) and 93 KB of shared memory;
+//     16 of them take 91 % and more of what an H200's NVLink gives (docs/kernels-performance.md).
 #pragma once
 
 #include <cstddef>
