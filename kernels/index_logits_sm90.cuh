@@ -214,9 +214,11 @@ __global__ void __launch_bounds__(Sm90Shape<kKeys, kMma, kHeads, kTokens>::kThre
       const uint64_t policy = args.query_row == nullptr ? cache_policy(read_once) : cache_evict_normal();
       // Lane l feeds tile l of every 32. A few lanes wait, announce and copy side by side: one alone would take longer to
       // issue a tile of fp8 than memory to deliver it. All 32 at once would drain the ring before they refill it.
-      constexpr int kTogether = Shape::kGroups;  // never more than there are stages
-      int stage = 0;                             // of the tile at `base`
-      uint32_t parity = 1;                       // the ring starts empty
+      // Never more than there are stages. One by one for racecheck: lanes side by side issue their copies in turn and together, so
+      // that the tool takes each for a copy by lanes that have not waited for its stage.
+      constexpr int kTogether = kWarpArrivals == 1 ? Shape::kGroups : 1;
+      int stage = 0;        // of the tile at `base`
+      uint32_t parity = 1;  // the ring starts empty
       while (piece.left > 0) {
         const int end = piece.tile + tiles_here(piece);
         int32_t next_page = hint_holds ? hinted_page : page_at(args, page_place_of(piece, piece.tile + lane));
