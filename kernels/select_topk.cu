@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __syncthreads();
     if (!hinted || shared.planned_right) break;
     first_copies_landed();
-    if (threadIdx.x == 0) init_ring<kThreads>(shared, stages);
+    if (threadIdx.x == 0) remake_ring<kThreads>(shared, stages);
     __syncwarp();
   }
 
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           shared.part.by_strands = false;
           shared.part.tiles = (part.row_vectors + kTileVectors<kThreads> - 1) / kTileVectors<kThreads>;
           shared_written();
-          init_ring<kThreads>(shared, stages);
+          remake_ring<kThreads>(shared, stages);
           ask_for_first_tiles<kThreads>(shared, ring, part, 0, 0, stages);
         }
         __syncthreads();

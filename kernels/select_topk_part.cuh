@@ -262,5 +262,15 @@ __device__ __forceinline__ void init_ring(RowShared& shared, int stages) {
   barrier_init_done();
   shared_written();
 }
+// Once everybody has waited for what was asked for: PTX does not define what making a barrier does where there is one.
+template <int kThreads>
+__device__ __forceinline__ void remake_ring(RowShared& shared, int stages) {
+#pragma unroll 1
+  for (int stage = 0; stage < stages; ++stage) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(&shared.tile_landed[stage])) : "memory");
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(&shared.tile_taken[stage])) : "memory");
+  }
+  init_ring<kThreads>(shared, stages);
+}
 
 }  // namespace needle
