@@ -599,19 +599,23 @@ inline void long_runs_of_rows_give_the_bytes_of_short_ones(const StoreTwin& twin
   }
 }
 
-// One short call that goes through a ring of rows more than once; small enough for a tool that watches every access.
+// One call with all of a sequence's rows and no others.
+inline void expect_run_pooled_right(const StoreTwin& twin, const StoreShape& shape) {
+  StoreWorld truth(shape, 25);
+  truth.run(reference_store(), {shape.tokens});
+  StoreWorld world(shape, 25);
+  world.gap = 0;
+  world.run(twin, {shape.tokens});
+  int64_t values = 0;
+  int64_t beyond = 0;
+  expect_stored_near(world, truth, &values, &beyond);
+  EXPECT_EQ(beyond, 0) << describe(shape.component);
+}
+
+// Short, and longer than a ring of rows: small enough for a tool that watches every access.
 inline void a_run_of_rows_is_pooled_right(const StoreTwin& twin) {
   for (const Component& component : {index_k(4, ElementFormat::kBf16), kv_of(ComponentKind::kMainKv, 4, ElementFormat::kFp8DsMla)}) {
-    const StoreShape shape = shape_of(component, component.head_dim == 128 ? 60 : 30, 1);
-    StoreWorld truth(shape, 25);
-    truth.run(reference_store(), {shape.tokens});
-    StoreWorld world(shape, 25);
-    world.gap = 0;
-    world.run(twin, {shape.tokens});
-    int64_t values = 0;
-    int64_t beyond = 0;
-    expect_stored_near(world, truth, &values, &beyond);
-    EXPECT_EQ(beyond, 0) << describe(component);
+    expect_run_pooled_right(twin, shape_of(component, component.head_dim == 128 ? 60 : 30, 1));
   }
 }
 
