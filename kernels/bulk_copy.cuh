@@ -19,7 +19,7 @@ namespace needle {
 
 // What one barrier_arrive_warp() counts on its barrier. compute-sanitizer's racecheck does not follow __syncwarp() and then one
 // arrival: it credits an arrival to the arriving thread alone, and reports the other lanes' reads. Built with NEEDLE_RACECHECK,
-// every lane arrives, and what it then reports is not ordered.
+// every lane arrives, and what it then reports as errors is not ordered.
 #ifdef NEEDLE_RACECHECK
 inline constexpr uint32_t kWarpArrivals = 32;
 #else

@@ -18,7 +18,7 @@ export seconds_max="${NEEDLE_SANITIZE_SECONDS_MAX:-300}"  # of one process
 
 if ! command -v compute-sanitizer >/dev/null; then
   why="compute-sanitizer is not on PATH: it comes with the CUDA toolkit"
-elif ! { nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; then
+elif ! { nvidia-smi -L 2>/dev/null | grep '^GPU' >/dev/null; }; then  # -q would leave while nvidia-smi still writes
   why="no GPU: nvidia-smi lists none"
 else
   why=""
@@ -38,9 +38,13 @@ fi
 export logs
 
 run_share() {  # BINARY TEST TOOL SHARE SHARES
-  local log="$logs/$2.$3.$4" begin=$SECONDS rc=0
-  GTEST_TOTAL_SHARDS="$5" GTEST_SHARD_INDEX="$4" timeout "$seconds_max" compute-sanitizer --tool "$3" "$1" --gtest_filter="$filter" \
-    >"$log" 2>&1 || rc=$?
+  local log="$logs/$2.$3.$4" begin=$SECONDS rc=0 tool_pid
+  # In the background, as `timeout` leaves the terminal's process group: what interrupts this script ends the tools too.
+  GTEST_TOTAL_SHARDS="$5" GTEST_SHARD_INDEX="$4" timeout -k 10 "$seconds_max" compute-sanitizer --tool "$3" "$1" --gtest_filter="$filter" \
+    >"$log" 2>&1 &
+  tool_pid=$!
+  trap 'kill "$tool_pid"; exit 255' INT TERM
+  wait "$tool_pid" || rc=$?
   echo "needle: exit code $rc, $((SECONDS - begin)) s" >>"$log"
 }
 export -f run_share
@@ -59,6 +63,7 @@ jobs() {  # racecheck, which takes longest, first
     done
   done
 }
+rm -f "$logs"/*.{memcheck,synccheck,initcheck,racecheck}.*  # of an earlier run
 jobs >"$logs/jobs"
 xargs -P "${NEEDLE_JOBS:-$(nproc)}" -L 1 bash -c 'run_share "$@"' run_share <"$logs/jobs"
 
@@ -72,7 +77,8 @@ for tool in memcheck synccheck initcheck racecheck; do
       seconds="$(sed -n 's/^needle: exit code [0-9]*, \([0-9]*\) s$/\1/p' "$log")"
       cases=$((cases + ${passed:-0}))
       [ "$seconds" -le "$longest" ] || longest=$seconds
-      if grep -q '^needle: exit code 0,' "$log" &&
+      # A case that was skipped is none that is clean.
+      if grep -q '^needle: exit code 0,' "$log" && ! grep -q '^\[  SKIPPED \]' "$log" && [ "${passed:-0}" -gt 0 ] &&
         grep -qE '^=+ (ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\))$' "$log"; then
         clean=$((clean + 1))
       else
