@@ -146,6 +146,7 @@ void serve(int socket, std::byte* memory) {
     if (verb == kWrite) {
       if (!receive_all(socket, bytes.data(), count)) return;
       must_cuda(cudaMemcpy(memory, bytes.data(), count, cudaMemcpyHostToDevice));
+      must_cuda(cudaDeviceSynchronize());  // the copy returns when the bytes are staged, and the other process writes beside them
       if (!send_all(socket, &verb, 1)) return;
     } else {
       must_cuda(cudaMemcpy(bytes.data(), memory, count, cudaMemcpyDeviceToHost));

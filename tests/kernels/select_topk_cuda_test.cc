@@ -28,7 +28,7 @@ struct OldWords {
 };
 
 // Scores, lengths and tables of the arguments, written while the kernel under test already runs; what stands there before are
-// lengths of nothing, of more than a row holds, and the right ones, and scores that would win.
+// lengths of nothing, of more than a row holds, shorter ones and the right ones, and scores that would win.
 absl::Status writes_them_late(DeviceCopies& copies, const SelectTopkArgs& host, SelectTopkArgs& args, OldWords (&old)[kLateArrays]) {
   const auto late = [&](OldWords& words, const void* device, int64_t count, int32_t before) -> LateWords {
     if (device == nullptr) return {};
@@ -37,12 +37,16 @@ absl::Status writes_them_late(DeviceCopies& copies, const SelectTopkArgs& host, 
     return {words.device, static_cast<const int32_t*>(device), count};
   };
   for (int64_t row = 0; row < host.rows; ++row) {
-    const int32_t lengths[] = {0, host.lengths[row], 0x7FFFFFFF, static_cast<int32_t>(host.length_max), -5};
-    old[0].words.push_back(lengths[(row + host.length_max + host.k) % 5]);
+    const int32_t right = host.lengths[row];
+    const int32_t lengths[] = {0, right, 0x7FFFFFFF, static_cast<int32_t>(host.length_max), -5, right / 3, right - 1};
+    old[0].words.push_back(lengths[(row + host.length_max + host.k) % 7]);
   }
   const LateWords lengths = late(old[0], args.lengths, host.rows, 0);
   const LateWords scores = late(old[1], args.scores, host.rows * host.score_stride, 0x7F800000);
   const LateWords bases = late(old[2], args.pages.entry_base, host.pages.rows, 12345);
+  // Where row_of comes late too, what was planned by is nothing.
+  const bool rows_come_late = (host.length_max + host.k) % 2 == 0;
+  if (!rows_come_late && host.row_of != nullptr) old[3].words.assign(host.row_of, host.row_of + host.rows);
   const LateWords rows = late(old[3], args.row_of, host.rows, 0x7FFFFFFF);
   args.lengths = lengths.to;
   args.scores = reinterpret_cast<const float*>(scores.to);
@@ -250,6 +254,7 @@ std::vector<SmallTwin> small_twins() {
       {twin_of("cluster_of_2", planned(512, 2, 1, 4, 0)), 17001},                  // 3 tiles and 2
       {twin_of("cluster_of_4", planned(512, 4, 2, 4, 0)), 17001},                  // all in their rings
       {twin_of("cluster_of_16", planned(512, 16, 1, 4, 0)), 17001},                // 2 tiles and 1 in four blocks, none in the others
+      {twin_of("cluster_of_2_behind_a_late_writer", planned(512, 2, 1, 4, 0), Inputs::kWrittenLate), 17001},
   };
 }
 
