@@ -4,7 +4,7 @@
 //  1. Every goal is a row of kGoals (gpu_bench_goals.cc). A row that nothing measured fails the run.
 //  2. A figure is the wall time of one CUDA graph of dependent calls over rotating layers and pages, divided by the number
 //     of calls. Nothing is subtracted: launch gaps are in it. The median of several replays. At least 21 calls, and as many
-//     as last kGraphUs; rows, references and both sides of a ratio alike.
+//     as last about kGraphUs, by a short graph's time; rows, references and both sides of a ratio alike.
 //  3. Inputs are random, never zeros; the pool is larger than any cache; answers are checked by the tests, not here.
 //  4. Public anchors (another kernel on the same kind of GPU, or a floor) are printed beside and never compared by code.
 //
