@@ -4,7 +4,8 @@
 //  1. A launch is all it does: no allocation, no synchronisation, legal while a stream is captured into a graph.
 //  2. `overlap_previous` (programmatic dependent launch) lets a kernel's prologue run while the one before it drains.
 //     A kernel launched so calls wait_for_previous_kernel() before it reads or writes anything that another kernel
-//     may touch; that call returns when the one before has ended and its writes are visible.
+//     may touch, but for hints that it reads again afterwards, past L1; that call returns when the one before has ended and its
+//     writes are visible.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -12,8 +12,10 @@
 //     order on request), then -1 up to out_stride.
 //  3. length <= k: every entry that is not absent is taken; scores are still read, to skip absent ones and count NaN.
 //  4. Positions given out are global: entry_base of the row + local entry (>= 0 and below 2^31 - 1).
-//  5. Nothing is read past a row's length, and a length past what the row can hold is cut (visible_row below) and
-//     reported; nothing is allocated.
+//  5. Nothing past a row's length decides anything, and a length past what the row can hold is cut (visible_row below) and
+//     reported; nothing is allocated. On a device lengths, row_of and entry_base are looked at before the kernel before on the
+//     stream has ended, and again after it: they are readable memory from the launch on, and so are scores up to length_max, of which
+//     some may be read, and not used, where a length has just become smaller.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // What a block of select_topk reads of a row, where that lies in its shared memory, and where the keys go.
 //
 // What must stay true:
-//  1. Aligned 16-byte parts are copied, and nothing past a row's length.
+//  1. Aligned 16-byte parts are copied, and nothing past the length that the part was planned by.
 //  2. Of strands a thread reads what it copied itself: no barrier stands between a copy and its use. A tile from the front is
 //     copied for all, and its stage filled again when every warp has said that it took the tile.
 //  3. Another block's shared memory is written by asynchronous stores alone, whose bytes a barrier of that block's counts.
