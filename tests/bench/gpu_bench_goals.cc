@@ -2,7 +2,8 @@
 
 namespace needle::bench {
 
-// Anchors: DeepGEMM, vLLM's and a public Triton kernel, SGLang, timed the same way on an H200 (docs/measured/anchors.md).
+// Anchors: DeepGEMM, vLLM's and a public Triton kernel, SGLang, timed the same way on an H200 before, not by this
+// program.
 // Floors: bytes at the 4.33 TB/s that reading scattered pages reached there.
 const std::vector<Goal>& goals() {
   static const std::vector<Goal> table = {
