@@ -1007,6 +1007,18 @@ absl::Status launch_stretches(const StoreRowsArgs& args, const StorePlan& plan, 
                 shape, stream, args, stretches);
 }
 
+// Who stores runs of rows through a ring: one kernel a width and kind of row.
+struct RingStore {
+  int dims;
+  RowElement element;
+  bool (*fits)(const StorePlan& plan);
+  absl::Status (*launch)(const StoreRowsArgs& args, const StorePlan& plan, cudaStream_t stream);
+};
+template <int kDims, RowElement kElement>
+constexpr RingStore kRingStore{kDims, kElement, ring_fits<kDims, kElement>, launch_stretches<kDims, kElement>};
+constexpr RingStore kRingStores[] = {kRingStore<128, RowElement::kBf16>, kRingStore<128, RowElement::kFp32>,
+                                     kRingStore<512, RowElement::kBf16>, kRingStore<512, RowElement::kFp32>};
+
 // `lets_records_go`: the next kernel starts once the records have been read.
 absl::Status launch_entries(const StoreRowsArgs& args, const StorePlan& plan, cudaStream_t stream, bool* lets_records_go) {
   const int ratio = args.chain.component.ratio;
@@ -1023,18 +1035,10 @@ absl::Status launch_entries(const StoreRowsArgs& args, const StorePlan& plan, cu
   shape.block = dim3(kThreads);
   const int groups = dims == 128 ? kThreads / 16 : kThreads / 32;
   const int64_t blocks = div_ceil(div_ceil(args.rows, window), groups);
-  const bool bf16 = args.kv.element == RowElement::kBf16;
-  const bool fits = dims == 128 ? bf16 ? ring_fits<128, RowElement::kBf16>(plan) : ring_fits<128, RowElement::kFp32>(plan)
-                    : bf16 ? ring_fits<512, RowElement::kBf16>(plan)
-                                : ring_fits<512, RowElement::kFp32>(plan);
-  if (!few && fits && args.kv.element == args.gate.element && (dims == 128 || dims == 512)) {
+  for (const RingStore& store : kRingStores) {
+    if (few || dims != store.dims || args.kv.element != store.element || args.gate.element != store.element || !store.fits(plan)) continue;
     *lets_records_go = true;
-    if (dims == 128) {
-      return bf16 ? launch_stretches<128, RowElement::kBf16>(args, plan, stream)
-                  : launch_stretches<128, RowElement::kFp32>(args, plan, stream);
-    }
-    return bf16 ? launch_stretches<512, RowElement::kBf16>(args, plan, stream)
-                : launch_stretches<512, RowElement::kFp32>(args, plan, stream);
+    return store.launch(args, plan, stream);
   }
   shape.grid = dim3(static_cast<unsigned>(blocks));
   switch (dims) {
