@@ -19,6 +19,7 @@
 #include "kernels/bulk_copy.cuh"
 #include "kernels/index_logits.h"
 #include "kernels/index_logits_launch.h"
+#include "kernels/launch.cuh"
 
 namespace needle::logits {
 
@@ -192,9 +193,7 @@ struct RowLengths {
 #pragma unroll
     for (int i = 0; i < kFewQueries / 32; ++i) {
       visible[i] = 0;
-      if (i < mine.count) {
-        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(visible[i]) : "l"(args.visible + mine.first + i) : "memory");
-      }
+      if (i < mine.count) visible[i] = load_now(args.visible + mine.first + i);
     }
   }
   __device__ __forceinline__ bool same(const RowLengths& other) const {
@@ -288,12 +287,9 @@ __device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, const in
 __device__ __forceinline__ int32_t page_at(const IndexLogitsArgs& args, int row, int column) {
   return page_at(args, page_place(args, row, column));
 }
-// The same of a place that was known before the kernel before had ended: this stays behind the wait for it, where a load of what is
-// called constant may be moved in front.
+// The same of a place that was known before the kernel before had ended.
 __device__ __forceinline__ int32_t page_now_at(const IndexLogitsArgs& args, const int32_t* place) {
-  int32_t page = kNoPage;
-  if (place != nullptr) asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(page) : "l"(place) : "memory");
-  return page_in_pool(args, page);
+  return page_in_pool(args, place != nullptr ? load_now(place) : kNoPage);
 }
 
 // ---------------------------------------------------------------------------------------------------------------

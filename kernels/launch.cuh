@@ -67,6 +67,13 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// A word of another kernel's as memory has it now: a hint before the wait, and the truth behind it. It comes from L2, so that nothing
+// old stays in L1, and stays where the program has it, where a load of what is called constant may be moved in front of the wait.
+__device__ __forceinline__ int32_t load_now(const int32_t* from) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
 // From here on the next kernel's blocks may take up room that this kernel's ended blocks leave. It says nothing about
 // this kernel's results: the next one still waits for them.
 __device__ __forceinline__ void let_next_kernel_start() {

@@ -37,13 +37,8 @@ namespace {
 
 constexpr int kSampleHits = 16;  // of the k best: so many should be in a sample
 
-// Lengths and tables as memory has them now: nothing that was read before the wait stays in L1 and is taken for new.
 struct LoadNow {
-  __device__ __forceinline__ int32_t operator()(const int32_t* from) const {
-    int32_t value;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-    return value;
-  }
+  __device__ __forceinline__ int32_t operator()(const int32_t* from) const { return load_now(from); }
 };
 
 // What warp 0 finds out about the row.
