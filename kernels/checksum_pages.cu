@@ -45,9 +45,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int64_t begin = block * kChecksumBlockBytes;
   const int64_t length = max(int64_t{0}, min(kChecksumBlockBytes, args.page_bytes - begin));
   const GlobalBlock<kAligned> bytes{args.base + page * args.page_stride + begin};
-  uint64_t sum = xxh3_block(secret, bytes, length, args.first_block + static_cast<uint64_t>(block));
-#pragma unroll
-  for (int step = 4; step < 32; step <<= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+  const uint64_t sum = sum_of_groups(xxh3_block(secret, bytes, length, args.first_block + static_cast<uint64_t>(block)));
   if ((threadIdx.x & 31u) == 0 && sum != 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&args.checksums[listed]), static_cast<unsigned long long>(sum));
   }

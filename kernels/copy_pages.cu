@@ -228,10 +228,9 @@ __device__ __forceinline__ void sum_place(Ring& ring, const CopyPagesArgs& args,
     const int64_t length = max(int64_t{0}, min(kChecksumBlockBytes, int64_t{ring.pieces[place].bytes} - group * kChecksumBlockBytes));
     const int32_t copy = ring.pieces[place].copy;
     const uint64_t first_block = args.first_block + static_cast<uint64_t>(ring.pieces[place].part) * hash_blocks;
-    uint64_t sum = xxh3_block(ring.secret, block, length, first_block + static_cast<uint64_t>(group));
+    const uint64_t hash = xxh3_block(ring.secret, block, length, first_block + static_cast<uint64_t>(group));
     barrier_arrive_warp(&ring.empty[place]);
-#pragma unroll
-    for (int step = 4; step < 32; step <<= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+    const uint64_t sum = sum_of_groups(hash);
     if ((threadIdx.x & 31u) != 0) continue;
     if (cut.pieces_a_page == 1) {
       args.checksums[copy] = sum;

@@ -92,7 +92,7 @@ struct XxhState {
 };
 
 // A word from any byte address.
-__device__ __forceinline__ uint64_t load_word(const std::byte* at) {
+__device__ __forceinline__ uint64_t word_at(const std::byte* at) {
   if ((reinterpret_cast<uintptr_t>(at) & 7u) == 0) return *reinterpret_cast<const uint64_t*>(at);
   uint64_t word = 0;
 #pragma unroll 1
@@ -111,9 +111,7 @@ struct GlobalBlock {
     if constexpr (kAligned) return __ldg(reinterpret_cast<const ulonglong2*>(at));
     return {*reinterpret_cast<const uint64_t*>(at), *reinterpret_cast<const uint64_t*>(at + 8)};
   }
-  __device__ __forceinline__ ulonglong2 last_stripe(int64_t offset) const {
-    return {load_word(base + offset), load_word(base + offset + 8)};
-  }
+  __device__ __forceinline__ ulonglong2 last_stripe(int64_t offset) const { return {word_at(base + offset), word_at(base + offset + 8)}; }
 };
 
 // A block in shared memory that begins on 16 bytes and is a multiple of 16 long.
@@ -166,6 +164,12 @@ __device__ __forceinline__ uint64_t xxh3_block(const uint64_t* secret, const Blo
   }
   const uint64_t hash = state.finish(length);
   return length == 0 ? 0 : hash;
+}
+// The sum of what the groups of a warp have.
+__device__ __forceinline__ uint64_t sum_of_groups(uint64_t hash) {
+#pragma unroll
+  for (int step = 4; step < 32; step <<= 1) hash += __shfl_xor_sync(0xFFFFFFFFu, hash, step);
+  return hash;
 }
 
 }  // namespace needle
