@@ -92,12 +92,19 @@ struct CopyWorld {
   }
 };
 
-absl::Status copy_on_device(const CopyPagesArgs& host) {
+// Where a side's pages lie already, in memory that the GPU reaches; null: in copies of the host's.
+struct Mapped {
+  const std::byte* from = nullptr;
+  std::byte* to = nullptr;
+};
+absl::Status copy_on_device(const CopyPagesArgs& host, const Mapped& mapped = {}) {
   if (!check_copy_pages(host).ok()) return copy_pages_cuda(host, nullptr);
   DeviceCopies copies;
   CopyPagesArgs args = host;
-  args.from.base = copies.in(host.from.base, reach(host.from.count, host.from.stride, host.page_bytes));
-  args.to.base = copies.in_out(host.to.base, reach(host.to.count, host.to.stride, host.page_bytes));
+  args.from.base = mapped.from;
+  args.to.base = mapped.to;
+  if (mapped.from == nullptr) args.from.base = copies.in(host.from.base, reach(host.from.count, host.from.stride, host.page_bytes));
+  if (mapped.to == nullptr) args.to.base = copies.in_out(host.to.base, reach(host.to.count, host.to.stride, host.page_bytes));
   args.from_pages = copies.in(host.from_pages, host.count);
   args.to_pages = copies.in(host.to_pages, host.count);
   args.checksums = copies.in_out(host.checksums, host.count);
@@ -140,6 +147,27 @@ TEST(CopyPages, refuses_what_it_cannot_do_with_value_and_limit) {
   EXPECT_NE(message([](CopyPagesArgs& a) { a.page_bytes = 80; }).find("multiple of 64"), std::string::npos);
 }
 
+// What a copy leaves beside the pages.
+void expect_told_the_same(const CopyWorld& got, const CopyWorld& want) {
+  EXPECT_EQ(got.sums, want.sums);
+  EXPECT_EQ(got.report.skipped_rows, want.report.skipped_rows);
+  EXPECT_EQ(got.report.status, want.report.status);
+}
+
+// A copy by the kernel, of at most `blocks_max` blocks, beside the reference's.
+void expect_equals_the_reference(int64_t page_bytes, int32_t count, bool gather, bool scatter, bool sums, int32_t blocks_max,
+                                 uint64_t* skipped = nullptr) {
+  CopyWorld want(page_bytes, page_bytes + 64, count, gather, scatter, sums);
+  CopyWorld got(page_bytes, page_bytes + 64, count, gather, scatter, sums);
+  got.args.blocks_max = blocks_max;
+  ASSERT_TRUE(copy_pages_ref(want.args).ok());
+  const absl::Status done = copy_on_device(got.args);
+  ASSERT_TRUE(done.ok()) << done;
+  EXPECT_TRUE(got.to == want.to);
+  expect_told_the_same(got, want);
+  if (skipped != nullptr) *skipped = got.report.skipped_rows;
+}
+
 TEST(CopyPagesCuda, equals_the_reference_in_every_direction_with_and_without_sums) {
   if (const std::string reason = no_gpu_because(); !reason.empty()) GTEST_SKIP() << reason;
   for (const int64_t page_bytes : {256, 2304, 4864, 16384, 37440}) {
@@ -147,16 +175,8 @@ TEST(CopyPagesCuda, equals_the_reference_in_every_direction_with_and_without_sum
       for (const int direction : {0, 1, 2, 3}) {
         for (const int32_t blocks_max : {0, 1, 16}) {
           SCOPED_TRACE(::testing::Message() << page_bytes << " bytes, sums " << sums << ", direction " << direction);
-          CopyWorld want(page_bytes, page_bytes + 64, 9, (direction & 1) != 0, (direction & 2) != 0, sums);
-          CopyWorld got(page_bytes, page_bytes + 64, 9, (direction & 1) != 0, (direction & 2) != 0, sums);
-          got.args.blocks_max = blocks_max;
-          ASSERT_TRUE(copy_pages_ref(want.args).ok());
-          const absl::Status done = copy_on_device(got.args);
-          ASSERT_TRUE(done.ok()) << done;
-          EXPECT_TRUE(got.to == want.to);
-          EXPECT_EQ(got.sums, want.sums);
-          EXPECT_EQ(got.report.skipped_rows, want.report.skipped_rows);
-          EXPECT_EQ(got.report.status, want.report.status);
+          expect_equals_the_reference(page_bytes, 9, (direction & 1) != 0, (direction & 2) != 0, sums, blocks_max);
+          if (HasFatalFailure()) return;
         }
       }
     }
@@ -169,15 +189,10 @@ TEST(CopyPagesCuda, a_few_blocks_take_many_pages_in_turn) {
     for (const bool sums : {false, true}) {
       for (const int32_t blocks_max : {0, 1, 2, 3}) {
         SCOPED_TRACE(::testing::Message() << page_bytes << " bytes, sums " << sums << ", " << blocks_max << " blocks");
-        CopyWorld want(page_bytes, page_bytes + 64, 150, true, true, sums);
-        CopyWorld got(page_bytes, page_bytes + 64, 150, true, true, sums);
-        got.args.blocks_max = blocks_max;
-        ASSERT_TRUE(copy_pages_ref(want.args).ok());
-        const absl::Status done = copy_on_device(got.args);
-        ASSERT_TRUE(done.ok()) << done;
-        EXPECT_TRUE(got.to == want.to);
-        EXPECT_EQ(got.sums, want.sums);
-        EXPECT_EQ(got.report.skipped_rows, 2u);
+        uint64_t skipped = 0;
+        expect_equals_the_reference(page_bytes, 150, true, true, sums, blocks_max, &skipped);
+        if (HasFatalFailure()) return;
+        EXPECT_EQ(skipped, 2u);
       }
     }
   }
@@ -185,27 +200,7 @@ TEST(CopyPagesCuda, a_few_blocks_take_many_pages_in_turn) {
 
 enum class Direction { kPush, kPull };
 
-// One copy by a kernel of this GPU, with one side in the peer's memory. What the peer holds is its owner's word.
-absl::Status copy_with_peer(const CopyPagesArgs& host, Direction direction, PeerMemory& peer) {
-  const bool push = direction == Direction::kPush;
-  DeviceCopies copies;
-  CopyPagesArgs args = host;
-  if (push) {
-    args.from.base = copies.in(host.from.base, reach(host.from.count, host.from.stride, host.page_bytes));
-    args.to.base = peer.mapped();
-  } else {
-    args.from.base = peer.mapped();
-    args.to.base = copies.in_out(host.to.base, reach(host.to.count, host.to.stride, host.page_bytes));
-  }
-  args.from_pages = copies.in(host.from_pages, host.count);
-  args.to_pages = copies.in(host.to_pages, host.count);
-  args.checksums = copies.in_out(host.checksums, host.count);
-  args.report = copies.in_out(host.report, 1);
-  const absl::Status done = finish_on_device(copy_pages_cuda(args, nullptr));
-  if (done.ok()) copies.read_back();
-  return done;
-}
-
+// Copies by kernels of this GPU, with one side in the peer's memory. What the peer holds is its owner's word.
 void expect_copies_with_peer(const std::function<std::unique_ptr<PeerMemory>(const Peers&, int64_t)>& memory) {
   const FoundPeers found = find_peers();
   if (!found.none_because.empty()) GTEST_SKIP() << found.none_because;
@@ -229,7 +224,8 @@ void expect_copies_with_peer(const std::function<std::unique_ptr<PeerMemory>(con
           std::vector<std::byte> held = direction == Direction::kPush ? got.to : got.from;
           held.resize(held.size() + kBehind, std::byte{0xA5});
           peer->write(held);
-          const absl::Status done = copy_with_peer(got.args, direction, *peer);
+          const absl::Status done =
+              copy_on_device(got.args, direction == Direction::kPush ? Mapped{nullptr, peer->mapped()} : Mapped{peer->mapped(), nullptr});
           ASSERT_TRUE(done.ok()) << done;
           const std::vector<std::byte> holds = peer->read(static_cast<int64_t>(held.size()));
           if (direction == Direction::kPush) {
@@ -238,9 +234,7 @@ void expect_copies_with_peer(const std::function<std::unique_ptr<PeerMemory>(con
             EXPECT_TRUE(got.to == want.to);
           }
           EXPECT_TRUE(holds == held);  // the named pages as the reference has them, every other byte as it was
-          EXPECT_EQ(got.sums, want.sums);
-          EXPECT_EQ(got.report.skipped_rows, want.report.skipped_rows);
-          EXPECT_EQ(got.report.status, want.report.status);
+          expect_told_the_same(got, want);
         }
       }
     }
