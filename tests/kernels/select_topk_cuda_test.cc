@@ -22,31 +22,27 @@ namespace {
 using Select = std::function<absl::Status(const SelectTopkArgs&)>;
 
 // What stands in an array before it is written, kept as long as the call lasts.
-struct OldWords {
-  std::vector<int32_t> words;
-  int32_t* device = nullptr;
-};
+using OldWords = std::vector<int32_t>;
 
 // Scores, lengths and tables of the arguments, written while the kernel under test already runs; what stands there before are
 // lengths of nothing, of more than a row holds, shorter ones and the right ones, and scores that would win.
 absl::Status writes_them_late(DeviceCopies& copies, const SelectTopkArgs& host, SelectTopkArgs& args, OldWords (&old)[kLateArrays]) {
   const auto late = [&](OldWords& words, const void* device, int64_t count, int32_t before) -> LateWords {
     if (device == nullptr) return {};
-    if (words.words.empty()) words.words.assign(static_cast<size_t>(count), before);
-    words.device = copies.in_out(words.words.data(), count);
-    return {words.device, static_cast<const int32_t*>(device), count};
+    if (words.empty()) words.assign(static_cast<size_t>(count), before);
+    return {copies.in_out(words.data(), count), static_cast<const int32_t*>(device), count};
   };
   for (int64_t row = 0; row < host.rows; ++row) {
     const int32_t right = host.lengths[row];
     const int32_t lengths[] = {0, right, 0x7FFFFFFF, static_cast<int32_t>(host.length_max), -5, right / 3, right - 1};
-    old[0].words.push_back(lengths[(row + host.length_max + host.k) % 7]);
+    old[0].push_back(lengths[(row + host.length_max + host.k) % 7]);
   }
   const LateWords lengths = late(old[0], args.lengths, host.rows, 0);
   const LateWords scores = late(old[1], args.scores, host.rows * host.score_stride, 0x7F800000);
   const LateWords bases = late(old[2], args.pages.entry_base, host.pages.rows, 12345);
   // Where row_of comes late too, what was planned by is nothing.
   const bool rows_come_late = (host.length_max + host.k) % 2 == 0;
-  if (!rows_come_late && host.row_of != nullptr) old[3].words.assign(host.row_of, host.row_of + host.rows);
+  if (!rows_come_late && host.row_of != nullptr) old[3].assign(host.row_of, host.row_of + host.rows);
   const LateWords rows = late(old[3], args.row_of, host.rows, 0x7FFFFFFF);
   args.lengths = lengths.to;
   args.scores = reinterpret_cast<const float*>(scores.to);
