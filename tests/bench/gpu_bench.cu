@@ -135,16 +135,21 @@ double Bench::us_a_replay(int calls, const std::function<absl::Status(int)>& bod
   must(cudaGraphUpload(executable, stream_), "upload");
   for (int i = 0; i < 2; ++i) must(cudaGraphLaunch(executable, stream_), "warm-up");
   must(cudaStreamSynchronize(stream_), "warm-up");
+  const double us = us_of([&] { must(cudaGraphLaunch(executable, stream_), "replay"); }, replays);
+  must(cudaGraphExecDestroy(executable), "destroy");
+  must(cudaGraphDestroy(graph), "destroy");
+  return us;
+}
+
+double Bench::us_of(const std::function<void()>& work, int times) {
   std::vector<double> microseconds;
-  for (int i = 0; i < replays; ++i) {
+  for (int i = 0; i < times; ++i) {
     const auto begin = std::chrono::steady_clock::now();
-    must(cudaGraphLaunch(executable, stream_), "replay");
-    must(cudaStreamSynchronize(stream_), "replay");
+    work();
+    must(cudaStreamSynchronize(stream_), "timed work");
     const std::chrono::duration<double, std::micro> wall = std::chrono::steady_clock::now() - begin;
     microseconds.push_back(wall.count());
   }
-  must(cudaGraphExecDestroy(executable), "destroy");
-  must(cudaGraphDestroy(graph), "destroy");
   std::sort(microseconds.begin(), microseconds.end());
   return microseconds[microseconds.size() / 2];
 }

@@ -61,6 +61,9 @@ class Bench {
   // The same for a given number of calls: the median microseconds of a whole replay.
   double us_a_replay(int calls, const std::function<absl::Status(int)>& body, int replays = 7);
 
+  // Median microseconds of some times `work`, from its launch on stream() until the stream is done.
+  double us_of(const std::function<void()>& work, int times = 7);
+
   // Bytes a microsecond that a device-to-device copy moves, read plus written, for a copy of about this many bytes in
   // all (so that small figures are compared with small copies), over rotating buffers.
   double copy_bytes_a_us(int64_t bytes_moved);

@@ -4,7 +4,6 @@
 #include "tests/bench/gpu_bench_pool.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <functional>
@@ -54,26 +53,20 @@ struct Pools {
   std::byte* there;
   const int32_t* ids;  // of all pages, scattered
   uint64_t* sums;
-  int peer;
+  int gpu_here;
+  int gpu_there;
 };
 
 // The driver refuses to capture its copy between GPUs into a graph (CUDA 13.0): as many as last kGraphUs, one behind the other
 // on a stream. To give one to the stream takes about 3 us, far less than it lasts.
 double us_a_copy(Bench& bench, double bytes, const std::function<void(int64_t)>& copy) {
   constexpr double kAboutBytesAUs = 400'000;
-  constexpr int kReplays = 7;
   const int64_t calls = std::max<int64_t>(kCallsLeast, std::llround(kGraphUs * kAboutBytesAUs / bytes));
-  std::vector<double> microseconds;
-  for (int replay = -1; replay < kReplays; ++replay) {  // the first one warms up
-    must(cudaStreamSynchronize(bench.stream()), "before copies");
-    const auto begin = std::chrono::steady_clock::now();
+  const auto copies = [&] {
     for (int64_t i = 0; i < calls; ++i) copy(i);
-    must(cudaStreamSynchronize(bench.stream()), "copies");
-    const std::chrono::duration<double, std::micro> wall = std::chrono::steady_clock::now() - begin;
-    if (replay >= 0) microseconds.push_back(wall.count() / static_cast<double>(calls));
-  }
-  std::sort(microseconds.begin(), microseconds.end());
-  return microseconds[kReplays / 2];
+  };
+  (void)bench.us_of(copies, 1);  // warms up
+  return bench.us_of(copies) / static_cast<double>(calls);
 }
 
 void bench_direction(Bench& bench, const Pools& pools, const Work& work, bool push) {
@@ -97,15 +90,13 @@ void bench_direction(Bench& bench, const Pools& pools, const Work& work, bool pu
     });
     return moved * 1e-3 / us;
   };
-  int here = 0;
-  must(cudaGetDevice(&here), "device");
   const int64_t one = work.page_bytes * work.pages;
+  const int gpu_to = push ? pools.gpu_there : pools.gpu_here;
+  const int gpu_from = push ? pools.gpu_here : pools.gpu_there;
   const int64_t places = std::min<int64_t>(kRotation, kPeerPoolPages * kFlashStride / one);
   const double copy_us = us_a_copy(bench, moved, [&](int64_t i) {
     const int64_t at = i % places * one;
-    must(cudaMemcpyPeerAsync(to + at, push ? pools.peer : here, from + at, push ? here : pools.peer, static_cast<size_t>(one),
-                             bench.stream()),
-         "cudaMemcpyPeerAsync");
+    must(cudaMemcpyPeerAsync(to + at, gpu_to, from + at, gpu_from, static_cast<size_t>(one), bench.stream()), "cudaMemcpyPeerAsync");
   });
   std::printf("  peer.%s.%s: cudaMemcpyPeerAsync of as many contiguous bytes %.0f GB/s (%.1f us)\n", push ? "push" : "pull", work.name,
               moved * 1e-3 / copy_us, copy_us);
@@ -130,7 +121,7 @@ void bench_peer(Bench& bench) {
   for (int i = 0; i < kPeerPoolPages; ++i) ids[static_cast<size_t>(i)] = (i * 1021 + 7) % kPeerPoolPages;
   const DeviceArray<int32_t> listed(ids);
   const DeviceArray<uint64_t> sums(std::vector<uint64_t>(2'048, 0));
-  const Pools pools{bytes_on(here, kBytes), bytes_on(peer, kBytes), listed.get(), sums.get(), peer};
+  const Pools pools{bytes_on(here, kBytes), bytes_on(peer, kBytes), listed.get(), sums.get(), here, peer};
   fill_normal_bf16(pools.here, kBytes / 2, 21, 1.0f, bench.stream());
   fill_normal_bf16(pools.there, kBytes / 2, 22, 1.0f, bench.stream());
   for (const Work& work :

@@ -164,12 +164,13 @@ void page_rows(Bench& bench) {
   CopyPagesArgs gather;
   gather.page_bytes = 16384;
   gather.count = static_cast<int32_t>(kPages);
-  const double gather_us = bench.us_a_call([&](int i) {
+  const auto gather_once = [&](int i) {
     gather.from = {pool + int64_t{i % 21} * 16384, kFlashStride, kPool};
     gather.from_pages = listed + (i % 3) * kPages;
     gather.to = {packed + int64_t{i % kRotation} * kPages * 16384, 16384, kPages};
     return copy_pages_cuda(gather, bench.stream());
-  });
+  };
+  const double gather_us = bench.us_a_call(gather_once);
   const double gather_moved = 2.0 * double(kPages) * 16384;
   const double gather_copy = bench.copy_bytes_a_us(static_cast<int64_t>(gather_moved));
   char note[128];
@@ -177,14 +178,8 @@ void page_rows(Bench& bench) {
   bench.record("pages.gather", 100.0 * gather_moved / gather_us / gather_copy, note);
 
   // With the checksum of what was copied folded in, and of whole pages: no goals, two lines.
-  CopyPagesArgs summed = gather;
-  summed.checksums = sums;
-  const double summed_us = bench.us_a_call([&](int i) {
-    summed.from = {pool + int64_t{i % 21} * 16384, kFlashStride, kPool};
-    summed.from_pages = listed + (i % 3) * kPages;
-    summed.to = {packed + int64_t{i % kRotation} * kPages * 16384, 16384, kPages};
-    return copy_pages_cuda(summed, bench.stream());
-  });
+  gather.checksums = sums;
+  const double summed_us = bench.us_a_call(gather_once);
   std::printf("  the same gather with checksums %.1f us, %.0f of %.0f GB/s\n", summed_us, gather_moved * 1e-3 / summed_us,
               gather_copy * 1e-3);
   constexpr int32_t kWhole = 1'024;
