@@ -5,6 +5,7 @@
 #
 # usage: sanitize_gpu.sh FOLDER RACECHECK_FOLDER   the folders of index_logits_cuda_test and the others
 #        sanitize_gpu.sh --why-not                 says why it cannot run here, or nothing
+#        sanitize_gpu.sh --tests                   names the binaries
 #
 # NEEDLE_JOBS processes run side by side (default: as many as processors), each with a share of a test's cases: under racecheck one
 # case, which takes seconds to a minute. NEEDLE_SANITIZE_SECONDS_MAX ends one that takes longer (300); NEEDLE_SANITIZE_LOGS is
@@ -12,6 +13,10 @@
 set -euo pipefail
 
 tests=(select_topk store index_logits read_topk pages)
+if [ "${1:-}" = --tests ]; then
+  printf '%s_cuda_test\n' "${tests[@]}"
+  exit 0
+fi
 # Those of pages are small as they are, but for one.
 export filter='*Small*:ChecksumPagesCuda.*:ReadEntriesCuda.*:CopyPagesCuda.equals*'
 export seconds_max="${NEEDLE_SANITIZE_SECONDS_MAX:-300}"  # of one process
@@ -27,8 +32,11 @@ if [ "${1:-}" = --why-not ]; then
   echo "$why"
   exit 0
 fi
-[ $# -eq 2 ] || { sed -n '2,12s/^# \?//p' "$0" >&2; exit 2; }
+[ $# -eq 2 ] || { sed -n '2,13s/^# \?//p' "$0" >&2; exit 2; }
 [ -z "$why" ] || { echo "sanitize_gpu: $why" >&2; exit 1; }
+for number in NEEDLE_JOBS NEEDLE_SANITIZE_SECONDS_MAX; do
+  [[ "${!number:-1}" =~ ^[1-9][0-9]{0,5}$ ]] || { echo "sanitize_gpu: $number is '${!number}': give a whole number, 1 to 999999" >&2; exit 2; }
+done
 folder="$1" racecheck_folder="$2"
 logs="${NEEDLE_SANITIZE_LOGS:-}"
 if [ -z "$logs" ]; then
