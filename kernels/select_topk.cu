@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __syncthreads();
     if (!hinted || shared.planned_right) break;
     first_copies_landed();
-    if (threadIdx.x == 0) remake_ring<kThreads>(shared, stages);
+    if (threadIdx.x == 0) restart_ring<kThreads>(shared, stages, part.by_strands ? 0 : min(early, part.tiles));
     __syncwarp();
   }
 
@@ -246,11 +246,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           pool.overflows += 1;
         }
         if (!all_here && threadIdx.x == 0) {
+          restart_ring<kThreads>(shared, stages, part.by_strands ? 0 : part.tiles);
           shared.part.blocks_log2 = 0;
           shared.part.by_strands = false;
           shared.part.tiles = (part.row_vectors + kTileVectors<kThreads> - 1) / kTileVectors<kThreads>;
           shared_written();
-          remake_ring<kThreads>(shared, stages);
           ask_for_first_tiles<kThreads>(shared, ring, part, 0, 0, stages);
         }
         __syncthreads();

@@ -253,24 +253,37 @@ __device__ __forceinline__ void ask_for_first_tiles(RowShared& shared, float4* r
   for (int tile = first; tile < min(end, part.tiles); ++tile) ask_for_tile<kThreads>(shared, ring, part, rank, tile, tile);
 }
 template <int kThreads>
+inline constexpr uint32_t kTileTakenArrivals = kThreads / 32 * kWarpArrivals;
+template <int kThreads>
 __device__ __forceinline__ void init_ring(RowShared& shared, int stages) {
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     barrier_init(&shared.tile_landed[stage], 1);
-    barrier_init(&shared.tile_taken[stage], kThreads / 32 * kWarpArrivals);
+    barrier_init(&shared.tile_taken[stage], kTileTakenArrivals<kThreads>);
   }
   barrier_init_done();
   shared_written();
 }
-// Once everybody has waited for what was asked for: PTX does not define what making a barrier does where there is one.
+// The ring as it began, once `tiles` tiles have gone through it and a block barrier lies between: where an odd number of them used a
+// stage its barriers go on by a phase. Made anew they would say nothing of the copies that were waited for. Each phase is waited for,
+// though it has ended, as synccheck asks. By one thread.
 template <int kThreads>
-__device__ __forceinline__ void remake_ring(RowShared& shared, int stages) {
+__device__ __forceinline__ void restart_ring(RowShared& shared, int stages, int tiles) {
+  const bool taken = tiles > stages;  // else nobody says that a tile was taken
 #pragma unroll 1
-  for (int stage = 0; stage < stages; ++stage) {
-    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(&shared.tile_landed[stage])) : "memory");
-    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(&shared.tile_taken[stage])) : "memory");
+  for (int stage = 0; stage < min(stages, tiles); ++stage) {
+    const uint32_t last = static_cast<uint32_t>((tiles - stage - 1) / stages) & 1u;
+    if (taken) barrier_wait(&shared.tile_taken[stage], last);
+    if (last != 0) continue;
+    barrier_arrive(&shared.tile_landed[stage]);
+    barrier_wait(&shared.tile_landed[stage], 1);
+    if (taken) {
+      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&shared.tile_taken[stage])),
+                   "r"(kTileTakenArrivals<kThreads>)
+                   : "memory");
+      barrier_wait(&shared.tile_taken[stage], 1);
+    }
   }
-  init_ring<kThreads>(shared, stages);
 }
 
 }  // namespace needle
