@@ -288,13 +288,14 @@ absl::Status launch_rings(const CopyPagesArgs& args, int64_t blocks, cudaStream_
 __global__ void zero_sums_kernel(uint64_t* checksums, int count) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (i < count) checksums[i] = 0;
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) checksums[i] = 0;
 }
 absl::Status zero_sums(const CopyPagesArgs& args, cudaStream_t stream) {
   LaunchShape shape;
   shape.block = dim3(256);
-  shape.grid = dim3(static_cast<unsigned>(div_ceil(args.count, 256)));
+  const int64_t blocks = div_ceil(args.count, 256);
+  shape.grid = dim3(static_cast<unsigned>(args.blocks_max > 0 ? std::min<int64_t>(blocks, args.blocks_max) : blocks));
   return launch("copy_pages", zero_sums_kernel, shape, stream, args.checksums, args.count);
 }
 
