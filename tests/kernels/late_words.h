@@ -18,8 +18,5 @@ inline constexpr int kLateArrays = 4;
 // Copies each array's words between device arrays, kLateArrays of them at most, 200 us after the next kernel on the stream may
 // have started.
 absl::Status write_words_late(std::initializer_list<LateWords> arrays, void* stream);
-inline absl::Status write_words_late(int32_t* to, const int32_t* from, int count, void* stream) {
-  return write_words_late({{to, from, count}}, stream);
-}
 
 }  // namespace needle::testing
