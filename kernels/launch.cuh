@@ -74,6 +74,9 @@ __device__ __forceinline__ int32_t load_now(const int32_t* from) {
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
+struct LoadNow {
+  __device__ __forceinline__ int32_t operator()(const int32_t* from) const { return load_now(from); }
+};
 // From here on the next kernel's blocks may take up room that this kernel's ended blocks leave. It says nothing about
 // this kernel's results: the next one still waits for them.
 __device__ __forceinline__ void let_next_kernel_start() {

@@ -7,6 +7,7 @@
 // back through a ring (bulk copies); each thread keeps what reaches the guess in a short list, without votes or atomics, and a
 // warp gives its lists away when one of them is nearly full and at the end. What a block of a cluster finds goes straight to its
 // place in the leading block's pool, which finds the exact k-th and puts the members in order by a bitmap over positions.
+// Short rows are not taken here where select_short_rows.cu can take them.
 // The parts: select_topk_part.cuh (what a block reads), select_topk_sample.cuh (the guess), select_topk_read.cuh (from scores to
 // the pool), select_topk_row.cuh (from the pool to the answer); docs/kernels-performance.md has the figures.
 //
@@ -23,6 +24,7 @@
 #include "base/units.h"
 #include "kernels/device_report.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/select_short_rows.h"
 #include "kernels/select_topk.h"
 #include "kernels/select_topk_block.cuh"
 #include "kernels/select_topk_part.cuh"
@@ -36,10 +38,6 @@ namespace needle {
 namespace {
 
 constexpr int kSampleHits = 16;  // of the k best: so many should be in a sample
-
-struct LoadNow {
-  __device__ __forceinline__ int32_t operator()(const int32_t* from) const { return load_now(from); }
-};
 
 // What warp 0 finds out about the row.
 template <int kThreads>
@@ -398,6 +396,7 @@ int64_t select_topk_cuda_scratch(const SelectTopkArgs&) { return 0; }
 absl::Status select_topk_cuda(const SelectTopkArgs& args, void*, int64_t, void* stream) {
   absl::Status status = check_select_topk(args);
   if (!status.ok()) return status;
+  if (selects_short_rows(args)) return select_short_rows_cuda(args, stream);
   const absl::StatusOr<DeviceFacts> facts = current_device_facts();
   if (!facts.ok()) return facts.status();
   return select_topk_cuda_planned(args, plan_select_topk(args, *facts), stream);

@@ -122,8 +122,7 @@ TEST(IndexLogitsCudaSmall, takes_lengths_and_pages_as_the_kernel_before_left_the
             int32_t* const page_ids = copies.in_out(old_pages.data(), pages);
             args.scores = copies.in_out(host.scores, host.query_count * host.score_stride);
             args.report = copies.in_out(host.report, 1);
-            absl::Status done =
-                write_words_late({{page_ids, args.pages.pages, pages}, {lengths, args.visible, host.query_count}}, nullptr);
+            absl::Status done = write_words_late({{page_ids, args.pages.pages, pages}, {lengths, args.visible, host.query_count}}, nullptr);
             args.visible = lengths;
             args.pages.pages = page_ids;
             LogitsTuning tuning;

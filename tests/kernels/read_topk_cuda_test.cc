@@ -78,8 +78,7 @@ absl::Status read_on_device(const ReadTopkArgs& host, const ReadTopkPlan& plan, 
     no_lengths.assign(static_cast<size_t>(host.logits.query_count), 0x7FFFFFFF);
     int32_t* const page_ids = copies.in_out(no_pages.data(), pages);
     int32_t* const lengths = copies.in_out(no_lengths.data(), host.logits.query_count);
-    done = write_words_late(
-        {{page_ids, args.logits.pages.pages, pages}, {lengths, args.logits.visible, host.logits.query_count}}, nullptr);
+    done = write_words_late({{page_ids, args.logits.pages.pages, pages}, {lengths, args.logits.visible, host.logits.query_count}}, nullptr);
     args.logits.pages.pages = page_ids;
     args.logits.visible = lengths;
     if (!done.ok()) return done;

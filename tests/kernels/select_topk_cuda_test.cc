@@ -11,6 +11,7 @@
 
 #include "base/units.h"
 #include "kernels/select_by_maxima.h"
+#include "kernels/select_short_rows.h"
 #include "kernels/select_topk_plan.h"
 #include "tests/kernels/device_array.h"
 #include "tests/kernels/late_words.h"
@@ -154,6 +155,24 @@ absl::Status select_by_maxima_on_device(const SelectTopkArgs& host) {
   return done;
 }
 
+// select_short_rows, with rows moved to where it wants them. Calls that it is not made for go to select_topk_cuda.
+absl::Status select_short_rows_on_device(const SelectTopkArgs& host, Inputs inputs) {
+  SelectTopkArgs moved = host;
+  moved.score_stride = round_up(std::max<int64_t>(host.score_stride, 1), 4);
+  if (!check_select_topk(host).ok() || !selects_short_rows(moved)) {
+    return select_on_device(
+        host, [](const SelectTopkArgs& args) { return select_topk_cuda(args, nullptr, 0, nullptr); }, inputs);
+  }
+  std::vector<float> scores(static_cast<size_t>(host.rows * moved.score_stride), std::numeric_limits<float>::infinity());
+  for (int64_t row = 0; row < host.rows; ++row) {
+    const float* from = host.scores + row * host.score_stride;
+    std::copy(from, from + host.score_stride, scores.begin() + row * moved.score_stride);
+  }
+  moved.scores = scores.data();
+  return select_on_device(
+      moved, [](const SelectTopkArgs& args) { return select_short_rows_cuda(args, nullptr); }, inputs);
+}
+
 SelectTwin twin_of(const std::string& name, const Select& select, Inputs inputs = Inputs::kThere) {
   SelectTwin twin;
   twin.name = name;
@@ -187,9 +206,17 @@ SelectTwin twin_by_maxima() {
   return twin;
 }
 
+SelectTwin twin_of_short_rows(const std::string& name, Inputs inputs) {
+  SelectTwin twin = twin_of(name, {});
+  twin.select = [=](const SelectTopkArgs& args) { return select_short_rows_on_device(args, inputs); };
+  return twin;
+}
+
 std::vector<SelectTwin> cuda_twins() {
   return {
       twin_by_maxima(),
+      twin_of_short_rows("cuda_short_rows", Inputs::kThere),
+      twin_of_short_rows("cuda_short_rows_behind_a_late_writer", Inputs::kWrittenLate),
       twin_of("cuda", [](const SelectTopkArgs& args) { return select_topk_cuda(args, nullptr, 0, nullptr); }),
       twin_of("cuda_one_block_of_1024", planned(1024, 1, 3, 6, 4096)),
       twin_of("cuda_smallest_buffers", planned(512, 1, 1, 4, 0)),
@@ -241,6 +268,7 @@ struct SmallTwin {
 std::vector<SmallTwin> small_twins() {
   return {
       {twin_by_maxima(), 3001},
+      {twin_of_short_rows("short_rows", Inputs::kThere), 9001},
       {twin_of("cuda", [](const SelectTopkArgs& args) { return select_topk_cuda(args, nullptr, 0, nullptr); }), 9001},
       {twin_of("all_in_the_ring", planned(512, 1, 3, 4, 0)), 9001},
       {twin_of("ring_of_one", planned(512, 1, 1, 4, 0)), 9001},                    // 3 tiles
@@ -325,6 +353,92 @@ TEST(SelectTopkCudaSmall, merges_and_lists) {
   if (!twin.unavailable.empty()) GTEST_SKIP() << twin.unavailable;
   a_merge_skips_padding_and_absent_members(twin);
   lists_every_present_entry_in_order(twin);
+}
+
+// Lengths around what a row's copy, a thread, a warp and the block hold, few and many of them wanted.
+TEST(SelectShortRowsCuda, every_adversarial_row_of_any_length) {
+  const SelectTwin twin = twin_of_short_rows("cuda_short_rows", Inputs::kThere);
+  if (!twin.unavailable.empty()) GTEST_SKIP() << twin.unavailable;
+  Rng rng(81);
+  for (const NamedRow& row : adversarial_rows()) {
+    for (const int longest : {64, 1025, 16384}) {
+      SelectProblem problem;
+      for (const int64_t length : {16384, 16383, 16381, 12345, 8193, 2048, 1025, 1023, 512, 100, 65, 64, 63, 33, 32, 31, 5, 4, 3, 1, 0}) {
+        if (length <= longest) problem.rows.push_back(row.make(length, rng));
+      }
+      for (const int k : {1, 16, 40, 512, 1024, 2048}) {
+        SCOPED_TRACE(::testing::Message() << row.name << " to " << longest << " k " << k);
+        problem.k = k;
+        expect_exact(twin, problem);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Of one row or of many.
+TEST(SelectShortRowsCuda, select_topk_goes_there) {
+  const SelectTwin twin = twin_of("cuda", [](const SelectTopkArgs& args) {
+    EXPECT_TRUE(selects_short_rows(args));
+    return select_topk_cuda(args, nullptr, 0, nullptr);
+  });
+  if (!twin.unavailable.empty()) GTEST_SKIP() << twin.unavailable;
+  Rng rng(82);
+  SelectProblem problem = problem_of(row_by(2000, [&](int64_t) { return gaussian(rng); }), 100);
+  problem.slack = 4;
+  expect_exact(twin, problem);
+  while (problem.rows.size() < 300) {
+    problem.rows.push_back(row_by(static_cast<int64_t>(rng.below(2000)), [&](int64_t) { return gaussian(rng); }));
+  }
+  expect_exact(twin, problem);
+}
+
+// All that is not equal, and no outlier, goes the fast way.
+TEST(SelectShortRowsCuda, counts_rows_that_fell_back) {
+  const SelectTwin twin = twin_of_short_rows("cuda_short_rows", Inputs::kThere);
+  if (!twin.unavailable.empty()) GTEST_SKIP() << twin.unavailable;
+  Rng rng(83);
+  const auto fallbacks = [&](const std::vector<float>& row, int k = 512) {
+    const SelectProblem problem = problem_of(row, k);
+    const absl::StatusOr<Selection> got = run_selection(twin, problem);
+    EXPECT_TRUE(got.ok()) << got.status();
+    if (got.ok()) expect_same_selection(*got, expected_selection(problem));
+    return got.ok() ? got->report.fallbacks : 0;
+  };
+  EXPECT_EQ(fallbacks(row_by(9001, [&](int64_t) { return gaussian(rng); })), 0u);
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(fallbacks(row_by(16384, [&](int64_t) { return gaussian(rng); }), 16), 0u);
+  EXPECT_EQ(fallbacks(row_by(9001, [&](int64_t) { return 1.1f + 0.01f * gaussian(rng); })), 0u);
+  EXPECT_EQ(fallbacks(row_by(512, [](int64_t) { return 1.0f; })), 0u) << "all are taken";
+  EXPECT_EQ(fallbacks(row_by(9001, [](int64_t) { return 1.0f; })), 1u);
+  EXPECT_EQ(fallbacks(row_by(9001, [&](int64_t i) { return i == 77 ? kNan : gaussian(rng); })), 1u);
+  EXPECT_EQ(fallbacks(row_by(9001, [](int64_t i) { return i < 300 ? 1.0f : kAbsent; })), 0u)
+      << "most groups of the sample have no number, so there is no guess";
+}
+
+TEST(SelectShortRowsCuda, refuses_what_it_is_not_made_for) {
+  alignas(16) float scores[8] = {};
+  int32_t cell = 1;
+  SelectTopkArgs args;
+  args.scores = scores;
+  args.score_stride = 4;
+  args.lengths = &cell;
+  args.rows = 1;
+  args.length_max = 1;
+  args.k = 1;
+  args.positions = &cell;
+  args.counts = &cell;
+  args.out_stride = kTopkMax;
+  ASSERT_TRUE(selects_short_rows(args));
+  const auto refused = [&](const char* why, const auto& change) {
+    SelectTopkArgs other = args;
+    change(other);
+    EXPECT_EQ(select_short_rows_cuda(other, nullptr).code(), absl::StatusCode::kInvalidArgument) << why;
+  };
+  refused("order", [](SelectTopkArgs& other) { other.order = TopkOrder::kByRank; });
+  refused("length_max", [](SelectTopkArgs& other) { other.score_stride = other.length_max = kShortRowMax + 4; });
+  refused("k", [](SelectTopkArgs& other) { other.k = kShortRowsTopkMax + 1; });
+  refused("scores", [](SelectTopkArgs& other) { other.scores += 1; });
+  refused("score_stride", [](SelectTopkArgs& other) { other.score_stride = 5; });
 }
 
 // A call by maxima is of another kernel where registers hold its longest row.
