@@ -104,6 +104,10 @@ void bench_topk(Bench& bench) {
   const double k2048 = select_us(bench, 64, 131072, 2048, 1.0f, 0.0f, &fallbacks);
   std::snprintf(note, sizeof(note), "k = 1,024 %.1f us, k = 2,048 %.1f us", k1024, k2048);
   bench.record("topk.k2048", std::max(k1024, k2048) / normal, note);
+  // Rows that shared memory holds, as prefill has them: no goal, one line.
+  const double prefill = select_us(bench, 1024, 16384, 512, 1.0f, 0.0f, &fallbacks);
+  const double prefill_equal = select_us(bench, 1024, 16384, 512, 0.0f, 1.0f, &fallbacks);
+  std::printf("  top-512 of 1,024 x 16,384 %.1f us, all equal %.1f us\n", prefill, prefill_equal);
 }
 
 }  // namespace needle::bench
