@@ -200,6 +200,21 @@ Select planned(int threads, int cluster, int stages, int slots, int capacity_wan
   };
 }
 
+// A call that is refused, or not, before anything that it names is looked at.
+SelectTopkArgs the_best_of_one(const float* score, int32_t& cell) {
+  SelectTopkArgs args;
+  args.scores = score;
+  args.score_stride = 1;
+  args.lengths = &cell;
+  args.rows = 1;
+  args.length_max = 1;
+  args.k = 1;
+  args.positions = &cell;
+  args.counts = &cell;
+  args.out_stride = 1;
+  return args;
+}
+
 SelectTwin twin_by_maxima() {
   SelectTwin twin = twin_of("cuda_by_maxima", {});
   twin.select = select_by_maxima_on_device;
@@ -418,15 +433,8 @@ TEST(SelectShortRowsCuda, counts_rows_that_fell_back) {
 TEST(SelectShortRowsCuda, refuses_what_it_is_not_made_for) {
   alignas(16) float scores[8] = {};
   int32_t cell = 1;
-  SelectTopkArgs args;
-  args.scores = scores;
+  SelectTopkArgs args = the_best_of_one(scores, cell);
   args.score_stride = 4;
-  args.lengths = &cell;
-  args.rows = 1;
-  args.length_max = 1;
-  args.k = 1;
-  args.positions = &cell;
-  args.counts = &cell;
   args.out_stride = kTopkMax;
   ASSERT_TRUE(selects_short_rows(args));
   const auto refused = [&](const char* why, const auto& change) {
@@ -482,16 +490,7 @@ TEST(SelectTopkCudaRepair, a_guess_that_is_too_high_is_counted_and_repaired) {
 TEST(SelectTopkCudaPlan, refuses_an_impossible_plan_before_any_launch) {
   float score = 0;
   int32_t cell = 0;
-  SelectTopkArgs args;
-  args.scores = &score;
-  args.score_stride = 1;
-  args.lengths = &cell;
-  args.rows = 1;
-  args.length_max = 1;
-  args.k = 1;
-  args.positions = &cell;
-  args.counts = &cell;
-  args.out_stride = 1;
+  const SelectTopkArgs args = the_best_of_one(&score, cell);
   for (const SelectPlan& plan :
        {SelectPlan{256, 1, 0, 4096, 1, 4, 0}, SelectPlan{512, 3, 1, 4096, 1, 4, 0}, SelectPlan{512, 32, 5, 4096, 1, 4, 0},
         SelectPlan{512, 1, 0, 512, 1, 4, 0}, SelectPlan{512, 1, 0, 4096, 0, 4, 0}, SelectPlan{512, 1, 0, 4097, 1, 4, 0},
