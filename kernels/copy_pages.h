@@ -10,8 +10,8 @@
 //     compares with the source's own sum says that the very bytes that it wrote were the right ones.
 //  4. On a device either side may be a peer's memory, mapped and reachable. The kernel's loads and stores are the transfer:
 //     `blocks_max` bounds how much of this GPU it takes, in blocks of 64 threads (224 with checksums) and 93 KB of shared memory
-//     (a kernel that clears the sums of pages above 18 KB goes before, of as many blocks at most). Between two H200s 16 of them move 91 %
-//     and more of what the driver's contiguous copy does, 86 % and more with checksums (docs/kernels-performance.md).
+//     (a kernel that clears the sums of pages above 18 KB goes before, of as many blocks at most). Between two H200s 16 of them move 89 to
+//     94 % of what the driver's contiguous copy does, 82 to 93 % with checksums (docs/kernels-performance.md).
 #pragma once
 
 #include <cstddef>
