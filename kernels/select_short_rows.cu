@@ -21,6 +21,7 @@
 #include "kernels/select_short_rows.h"
 #include "kernels/select_topk_block.cuh"
 #include "kernels/select_topk_row.cuh"
+#include "kernels/select_topk_sample.cuh"
 
 namespace needle {
 namespace {
@@ -32,9 +33,8 @@ constexpr int kGroups = 64;             // of the sample
 constexpr int kGroupScoresLog2Max = 4;  // scores of a group: two of a thread
 constexpr int kRankers = 2 * kGroups;   // threads that rank the groups
 constexpr int kRobustRank = 60;         // of the groups' bests: an outlier or two lie above
-constexpr float kSigmas = 4.5f;         // as in select_topk_sample.cuh
 static_assert(kSelectBins == 4 * kThreads && kThreads % kGroups == 0, "a vector of bins a thread, and a group");
-constexpr uint32_t kMinusInfinityOrder = 0x007FFFFFu;
+constexpr uint32_t kMinusInfinityOrder = score_order_bits(0xFF800000u);
 
 // How the guess is made: of each group's scores the best, of those the rank-th smallest. rank 0: by no guess.
 struct GuessPlan {
@@ -50,7 +50,7 @@ struct alignas(16) ShortShared {
   GuessPlan plan;
   uint32_t guess_order;
   uint32_t high_order;
-  bool odd;  // NaN among what reaches the guess
+  bool odd;  // a NaN or an infinity among what reaches the guess
 };
 constexpr int kRowAlignment = 128;  // eight vectors, whose addresses differ in three bits
 constexpr int kSharedBytes = static_cast<int>(sizeof(SelectShared) + sizeof(ShortShared)) + kRowAlignment + kShortRowMax * 4;
@@ -66,9 +66,7 @@ __device__ __forceinline__ GuessPlan plan_guess(int length, int k) {
   if (wanted == 0) return plan;
   plan.group_scores_log2 = min(min(31 - __clz(wanted), kGroupScoresLog2Max), 31 - __clz(length / kGroups));
   const float below = exp2f(static_cast<float>(1 << plan.group_scores_log2) * __log2f(1.0f - share));
-  const float mean = kGroups * below;
-  const float variance = mean * (1.0f - below);
-  plan.rank = max(0, static_cast<int>(mean - kSigmas * variance * rsqrtf(variance + 1e-6f)));
+  plan.rank = rank_of_guess(kGroups, below);
   // Where few are wanted they are the sample's best and what lies above it.
   const bool few = plan.rank >= kGroups / 2;
   plan.high_rank = few ? kGroups : kRobustRank;
@@ -88,24 +86,16 @@ __device__ __forceinline__ void sample_groups(ShortShared& shared, uint32_t scor
   if (static_cast<int>(threadIdx.x) >= samples) return;
   look(static_cast<int>(threadIdx.x));
   if (samples > kThreads) look(static_cast<int>(threadIdx.x) + kThreads);
-  asm volatile("red.relaxed.cta.shared::cta.max.u32 [%0], %1;" ::"r"(shared_address(&shared.group_best[threadIdx.x % kGroups])),
-               "r"(order_bits_of(best))
-               : "memory");
+  max_to_word(shared_address(&shared.group_best[threadIdx.x % kGroups]), order_bits_of(best));
 }
 // Of the groups' bests those of the planned ranks, by a few warps. A block barrier must follow.
 __device__ __forceinline__ void rank_groups(ShortShared& shared, const GuessPlan& plan) {
   if (threadIdx.x >= kRankers) return;
   const uint32_t mine = shared.group_best[threadIdx.x / 2];
-  uint32_t counted = 0;  // smaller ones, and 65,536 for each equal one
-  const auto count = [&](uint32_t there) { counted += there < mine ? 1u : there == mine ? 65536u : 0u; };
+  const uint32_t bests = shared_address(shared.group_best) + 16 * (threadIdx.x % 2);
+  uint32_t counted = 0;
 #pragma unroll
-  for (uint32_t v = 0; v < kGroups / 8; ++v) {
-    const uint4 four = load_vector(shared_address(shared.group_best) + 16 * (2 * v + threadIdx.x % 2));
-    count(four.x);
-    count(four.y);
-    count(four.z);
-    count(four.w);
-  }
+  for (uint32_t v = 0; v < kGroups / 8; ++v) count_against(load_vector(bests + 32 * v), mine, &counted);
   counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 1);
   const int smaller = static_cast<int>(counted % 65536u);
   const int up_to = smaller + static_cast<int>(counted / 65536u);
@@ -165,12 +155,8 @@ __device__ __noinline__ uint32_t present_of(Own own, uint32_t bits) {
   Oddities found;
   uint32_t present = bits;
   for_bits<Lanes::kInTurns>(bits, [&](uint32_t bit) {
-    const float score = own.score(bit);
-    if (score == score) return;
-    const bool absent = __float_as_uint(score) == kAbsentScoreBits;
-    found.absents += absent ? 1u : 0u;
-    found.nans += absent ? 0u : 1u;
-    if (absent) present &= ~(1u << bit);
+    uint64_t key;
+    if (!takes(true, own.score(bit), own.position_of(bit), 0, &key, &found)) present &= ~(1u << bit);
   });
   found.note();
   return present;
@@ -473,10 +459,10 @@ bool selects_short_rows(const SelectTopkArgs& args) {
 absl::Status select_short_rows_cuda(const SelectTopkArgs& args, void* stream) {
   if (absl::Status status = check_select_topk(args); !status.ok()) return status;
   if (!selects_short_rows(args)) {
-    return absl::InvalidArgumentError(absl::StrCat("select_short_rows: order ", static_cast<int>(args.order), ", length_max ",
-                                                   args.length_max, ", k ", args.k, ", score_stride ", args.score_stride,
-                                                   ": wants the order of positions, at most ", kShortRowMax, " entries, k up to ",
-                                                   kShortRowsTopkMax, " and rows on multiples of 16 bytes"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "select_short_rows: order ", static_cast<int>(args.order), ", length_max ", args.length_max, ", k ", args.k, ", score_stride ",
+        args.score_stride, ", scores ", reinterpret_cast<uintptr_t>(args.scores) % 16, " bytes past a multiple of 16: must be 0, at most ",
+        kShortRowMax, ", at most ", kShortRowsTopkMax, ", a multiple of 4 and 0; select_topk takes every call"));
   }
   if (args.rows == 0) return absl::OkStatus();
   LaunchShape shape;

@@ -9,6 +9,13 @@
 
 namespace needle {
 
+// Of groups whose bests lie below the k-th key with probability `below`, so many do but for once in 1e5 rows; 0: perhaps none.
+__device__ __forceinline__ int rank_of_guess(float groups, float below) {
+  const float mean = groups * below;
+  const float variance = mean * (1.0f - below);
+  return max(0, static_cast<int>(mean - kSampleSigmas * variance * rsqrtf(variance + 1e-6f)));
+}
+
 // A group of g scores has its best below the k-th key with probability u = (1 - k/length)^g. Of the groups about
 // groups x u do, +- sqrt(groups x u x (1 - u)); the guess is taken so far below that mean that it lies above the
 // k-th key about once in 1e5 rows of independent scores. Correlated neighbours only move it down, to more candidates.
@@ -32,11 +39,18 @@ __device__ __forceinline__ SamplePlan plan_sample(const Part& part, int k) {
   plan.values = 1 << values_log2;
   const float group_scores = threads * static_cast<float>(plan.values);
   const float below = exp2f(group_scores * __log2f(1.0f - entry_share));
-  const float mean = groups * below;
-  const float variance = mean * (1.0f - below);
-  plan.rank = max(0, static_cast<int>(mean - kSampleSigmas * variance * rsqrtf(variance + 1e-6f)));
+  plan.rank = rank_of_guess(groups, below);
   plan.share = 1.0f - exp2f(__fdividef(__log2f(__fdividef(static_cast<float>(plan.rank), groups)), group_scores));
   return plan;
+}
+
+// Adds how many of four are smaller than `own`, and 65,536 for each that equals it.
+__device__ __forceinline__ void count_against(const uint4& four, uint32_t own, uint32_t* counted) {
+  const auto count = [&](uint32_t there) { *counted += there < own ? 1u : there == own ? 65536u : 0u; };
+  count(four.x);
+  count(four.y);
+  count(four.z);
+  count(four.w);
 }
 
 // This thread's scores of the sample: two vectors at most.
@@ -101,8 +115,7 @@ __device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Par
   const int classes = (1 << plan.groups_log2) >> sample.lanes_log2;  // of strands
   const int group_here = (sample.strand & (classes - 1)) << sample.lanes_log2 | sample.lane;
   if (best_order != 0) {
-    asm volatile("red.relaxed.cta.shared::cta.max.u32 [%0], %1;" ::"r"(shared_address(&shared.group_best[group_here])), "r"(best_order)
-                 : "memory");
+    max_to_word(shared_address(&shared.group_best[group_here]), best_order);
   }
   __syncthreads();
   if (threadIdx.x < kRankThreads) {
@@ -112,16 +125,9 @@ __device__ __forceinline__ uint64_t guess_threshold(RowShared& shared, const Par
     const int group = static_cast<int>(threadIdx.x) >> sharers_log2;
     const uint32_t own = shared.group_best[group];
     const uint4* const bests = reinterpret_cast<const uint4*>(shared.group_best);
-    uint32_t counted = 0;  // smaller ones, and 65,536 for each equal one
-    const auto count = [&](uint32_t there) { counted += there < own ? 1u : there == own ? 65536u : 0u; };
+    uint32_t counted = 0;
 #pragma unroll 2
-    for (int other = sharer; other < (1 << plan.groups_log2) / 4; other += 1 << sharers_log2) {
-      const uint4 four = bests[other];
-      count(four.x);
-      count(four.y);
-      count(four.z);
-      count(four.w);
-    }
+    for (int other = sharer; other < (1 << plan.groups_log2) / 4; other += 1 << sharers_log2) count_against(bests[other], own, &counted);
     counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 1);
     counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 2);
     if (sharers_log2 == 3) counted += __shfl_xor_sync(0xFFFFFFFFu, counted, 4);

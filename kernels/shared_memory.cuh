@@ -43,6 +43,9 @@ __device__ __forceinline__ void store_shared_pair(uint32_t address, uint32_t low
 __device__ __forceinline__ void add_one_to_word(uint32_t address) {
   asm volatile("red.relaxed.cta.shared::cta.add.u32 [%0], 1;" ::"r"(address) : "memory");
 }
+__device__ __forceinline__ void max_to_word(uint32_t address, uint32_t value) {
+  asm volatile("red.relaxed.cta.shared::cta.max.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
 __device__ __forceinline__ void or_to_word(uint32_t address, uint32_t bits) {
   asm volatile("red.relaxed.cta.shared::cta.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
 }

@@ -116,6 +116,16 @@ absl::Status list_on_device(const ListSlotsArgs& host) {
   return done;
 }
 
+// The scores of rows that lie `stride` apart; what lies between them would win.
+std::vector<float> scores_apart(const SelectTopkArgs& host, int64_t stride) {
+  std::vector<float> scores(static_cast<size_t>(host.rows * stride), std::numeric_limits<float>::infinity());
+  for (int64_t row = 0; row < host.rows; ++row) {
+    const float* from = host.scores + row * host.score_stride;
+    std::copy(from, from + host.score_stride, scores.begin() + row * stride);
+  }
+  return scores;
+}
+
 // select_by_maxima, with maxima made here from the scores, rows moved to where it wants them, and what it leaves to the
 // scores' maker (NaN and absent entries) counted here. Calls that it is not made for go to select_topk_cuda.
 absl::Status select_by_maxima_on_device(const SelectTopkArgs& host) {
@@ -124,14 +134,13 @@ absl::Status select_by_maxima_on_device(const SelectTopkArgs& host) {
   }
   SelectTopkArgs moved = host;
   moved.score_stride = round_up(std::max<int64_t>(host.score_stride, 1), kMaximaGroup);
-  std::vector<float> scores(static_cast<size_t>(host.rows * moved.score_stride), std::numeric_limits<float>::infinity());
+  const std::vector<float> scores = scores_apart(host, moved.score_stride);
   GroupMaxima maxima;
   maxima.stride = round_up(div_ceil(host.length_max, kMaximaGroup), 4);
   std::vector<uint32_t> orders(static_cast<size_t>(host.rows * maxima.stride), 0xFFFFFFFFu);  // as left by another
   OpReport counted{};
   for (int64_t row = 0; row < host.rows; ++row) {
     const float* from = host.scores + row * host.score_stride;
-    std::copy(from, from + host.score_stride, scores.begin() + row * moved.score_stride);
     const int64_t length = visible_row(host, row).length;
     std::fill_n(orders.begin() + row * maxima.stride, round_up(length, 4 * kMaximaGroup) / kMaximaGroup, 0u);
     for (int64_t i = 0; i < length; ++i) {
@@ -163,11 +172,7 @@ absl::Status select_short_rows_on_device(const SelectTopkArgs& host, Inputs inpu
     return select_on_device(
         host, [](const SelectTopkArgs& args) { return select_topk_cuda(args, nullptr, 0, nullptr); }, inputs);
   }
-  std::vector<float> scores(static_cast<size_t>(host.rows * moved.score_stride), std::numeric_limits<float>::infinity());
-  for (int64_t row = 0; row < host.rows; ++row) {
-    const float* from = host.scores + row * host.score_stride;
-    std::copy(from, from + host.score_stride, scores.begin() + row * moved.score_stride);
-  }
+  const std::vector<float> scores = scores_apart(host, moved.score_stride);
   moved.scores = scores.data();
   return select_on_device(
       moved, [](const SelectTopkArgs& args) { return select_short_rows_cuda(args, nullptr); }, inputs);
@@ -437,16 +442,18 @@ TEST(SelectShortRowsCuda, refuses_what_it_is_not_made_for) {
   args.score_stride = 4;
   args.out_stride = kTopkMax;
   ASSERT_TRUE(selects_short_rows(args));
-  const auto refused = [&](const char* why, const auto& change) {
+  const auto refused = [&](const std::string& named, const auto& change) {
     SelectTopkArgs other = args;
     change(other);
-    EXPECT_EQ(select_short_rows_cuda(other, nullptr).code(), absl::StatusCode::kInvalidArgument) << why;
+    const absl::Status status = select_short_rows_cuda(other, nullptr);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << named;
+    EXPECT_NE(std::string(status.message()).find(named), std::string::npos) << status;
   };
-  refused("order", [](SelectTopkArgs& other) { other.order = TopkOrder::kByRank; });
-  refused("length_max", [](SelectTopkArgs& other) { other.score_stride = other.length_max = kShortRowMax + 4; });
-  refused("k", [](SelectTopkArgs& other) { other.k = kShortRowsTopkMax + 1; });
-  refused("scores", [](SelectTopkArgs& other) { other.scores += 1; });
-  refused("score_stride", [](SelectTopkArgs& other) { other.score_stride = 5; });
+  refused("order 1,", [](SelectTopkArgs& other) { other.order = TopkOrder::kByRank; });
+  refused("length_max 16388,", [](SelectTopkArgs& other) { other.score_stride = other.length_max = kShortRowMax + 4; });
+  refused("k 2049,", [](SelectTopkArgs& other) { other.k = kShortRowsTopkMax + 1; });
+  refused("scores 4 bytes past", [](SelectTopkArgs& other) { other.scores += 1; });
+  refused("score_stride 5,", [](SelectTopkArgs& other) { other.score_stride = 5; });
 }
 
 // A call by maxima is of another kernel where registers hold its longest row.
